@@ -1,0 +1,1 @@
+"""How many samples does each worker take? One file a method."""

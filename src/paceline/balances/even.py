@@ -1,0 +1,22 @@
+"""Everyone takes the same number of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.parts import Balance
+from paceline.registry import register
+
+
+@register
+@dataclass(kw_only=True)
+class Even(Balance):
+    """batch/W each; what does not divide goes to the first workers, one sample more each."""
+
+    name: ClassVar[str] = "even"
+
+    def shares(self, seconds: Sequence[float], batch: int) -> list[int]:
+        share, rest = divmod(batch, len(seconds))
+        return [share + (rank < rest) for rank in range(len(seconds))]

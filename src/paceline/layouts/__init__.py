@@ -1,0 +1,1 @@
+"""Who owns which state, and where does it live? One file a method."""

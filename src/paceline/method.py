@@ -1,0 +1,131 @@
+"""A method: one part for each of the six questions, checked to go together before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline import registry
+from paceline.balances.even import Even
+from paceline.errors import MethodError, nearest
+from paceline.layouts.replicated import Replicated
+from paceline.membership.fixed import Fixed
+from paceline.orders.backward import Backward
+from paceline.parts import AXES, Balance, Layout, Membership, Order, Part, Reducer, Sync
+from paceline.reducers.exact import Exact
+from paceline.syncs.every_step import EveryStep
+
+
+@dataclass(kw_only=True)
+class Method:
+    """What happens between `backward` and the next step. Six axes; what is not named is the plain one."""
+
+    reducer: Reducer = field(default_factory=Exact)
+    sync: Sync = field(default_factory=EveryStep)
+    layout: Layout = field(default_factory=Replicated)
+    order: Order = field(default_factory=Backward)
+    balance: Balance = field(default_factory=Even)
+    membership: Membership = field(default_factory=Fixed)
+
+    def __post_init__(self) -> None:
+        for axis, base in AXES.items():
+            if not isinstance(part := getattr(self, axis), base):
+                raise MethodError(f"{axis}={part!r} is not a {base.__name__}")
+        self.check()
+
+    def axes(self) -> dict[str, Part]:
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    def parts(self) -> Iterator[Part]:
+        """Every part, wrapped ones included."""
+        for part in self.axes().values():
+            yield from part.parts()
+
+    def config(self) -> dict[str, Any]:
+        return {axis: part.config() for axis, part in self.axes().items()}
+
+    def check(self, facts: frozenset[str] = frozenset()) -> None:
+        """Do the parts go together? `facts` are those of the optimizer, the model and the loop, where known."""
+        given = {fact: part.name for part in self.parts() for fact in part.gives} | dict.fromkeys(facts, "the job")
+        for part in self.parts():
+            for fact, reason in part.refuses.items():
+                if fact in given:
+                    raise MethodError(f"{part.name} does not go together with {given[fact]}", why=reason)
+            for fact, reason in part.needs.items():
+                if fact not in given:
+                    raise MethodError(f"{part.name} needs {fact}, which nothing here gives", why=reason)
+
+    def __str__(self) -> str:
+        plain = {axis: cls() for axis, cls in _PLAIN.items()}
+        named = [_text(p) for axis, p in self.axes().items() if p.config() != plain[axis].config()]
+        return " + ".join(named) or _text(self.reducer)
+
+
+_PLAIN: dict[str, type[Part]] = {
+    "reducer": Exact,
+    "sync": EveryStep,
+    "layout": Replicated,
+    "order": Backward,
+    "balance": Even,
+    "membership": Fixed,
+}
+
+
+def _text(part: Part) -> str:
+    changed = [
+        f"{f.name}={_text(v) if isinstance(v, Part) else v}"
+        for f in dataclasses.fields(part)
+        if (v := getattr(part, f.name)) != f.default
+    ]
+    return part.name + (f"({', '.join(changed)})" if changed else "")
+
+
+def method(spec: str | Method | Part, **knobs: Any) -> Method:
+    """A method from its name (`"powersgd"`, `"local_sgd+qsgd"`), a part, or a Method; knobs go to the part that has them."""
+    if isinstance(spec, Method):
+        if knobs:
+            raise MethodError(
+                f"unknown argument {sorted(knobs)[0]!r}", why="a Method's knobs are set on its parts, not beside it"
+            )
+        return spec
+    if isinstance(spec, Part):
+        return method(Method(**spec.recipe()), **knobs)
+    if not isinstance(spec, str):
+        raise MethodError(f"method={spec!r} is not a method", do="give a name, a Part or a paceline.Method")
+    classes = [registry.find(name.strip()) for name in spec.split("+")]
+    chosen: dict[str, Part] = {}
+    for cls, own in zip(classes, _split(classes, knobs), strict=True):
+        for axis, part in cls(**own).recipe().items():
+            if axis in chosen:
+                raise MethodError(
+                    f"{spec!r} names two parts for the axis {axis!r}",
+                    why=f"{chosen[axis].name} and {part.name} both answer the same question",
+                    do="name one of them, or nest them with paceline.Method",
+                )
+            chosen[axis] = part
+    return Method(**chosen)  # type: ignore[arg-type]
+
+
+def _split(classes: list[type[Part]], knobs: dict[str, Any]) -> list[dict[str, Any]]:
+    """Which knob is whose: by its name alone where only one part has it, `part.knob` where several do."""
+    owners: dict[str, list[int]] = {}
+    for i, cls in enumerate(classes):
+        for f in dataclasses.fields(cls):
+            owners.setdefault(f.name, []).append(i)
+            owners[f"{cls.name}.{f.name}"] = [i]
+    split: list[dict[str, Any]] = [{} for _ in classes]
+    names = " + ".join(cls.name for cls in classes)
+    for key, value in knobs.items():
+        if key not in owners:
+            plain = [k for k in owners if "." not in k]
+            raise MethodError(
+                f"{names} has no knob {key!r}", do=nearest(key, plain) if plain else f"{names} takes no knobs"
+            )
+        if len(owners[key]) > 1:
+            raise MethodError(
+                f"the knob {key!r} is ambiguous", do=" or ".join(f"{classes[i].name}.{key}=" for i in owners[key])
+            )
+        split[owners[key][0]][key.rpartition(".")[2]] = value
+    return split

@@ -1,0 +1,1 @@
+"""Which bytes go first? One file a method."""

@@ -1,0 +1,1 @@
+"""How is the mean of one vector over the workers estimated with few bytes? One file a method."""

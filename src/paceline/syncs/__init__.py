@@ -1,0 +1,1 @@
+"""What is agreed on, when, with whom? One file a method."""

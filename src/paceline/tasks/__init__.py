@@ -1,0 +1,1 @@
+"""The built-in jobs, written as any user would write them: plain scripts around `paceline.prepare`."""
