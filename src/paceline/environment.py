@@ -73,9 +73,7 @@ def _own(env: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _whole(
-    env: Mapping[str, str], name: str, *, low: int, high: int | None = None, default: int | None = None
-) -> int:
+def _whole(env: Mapping[str, str], name: str, *, low: int, high: int | None = None, default: int | None = None) -> int:
     text = env.get(name)
     if not text and default is not None:
         return default

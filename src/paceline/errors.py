@@ -21,9 +21,7 @@ class PacelineError(Exception):
 
     def __str__(self) -> str:
         return "\n  ".join(
-            line
-            for line in (self.what, self.why and f"why: {self.why}", self.do and f"do:  {self.do}")
-            if line
+            line for line in (self.what, self.why and f"why: {self.why}", self.do and f"do:  {self.do}") if line
         )
 
 

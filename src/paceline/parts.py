@@ -9,15 +9,15 @@ steps is in `self.state` and nowhere else, so saving, moving, staging and resett
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
-from paceline.errors import MethodError, nearest
+from paceline import knobs
+from paceline.state import State
 
 if TYPE_CHECKING:
     from paceline.bucket import Bucket
@@ -70,86 +70,7 @@ class Comm(Protocol):
         """Raise MismatchError on every worker unless all of them say the same text."""
 
 
-# ---------------------------------------------------------------------------------------------------- knobs
-
-
-def knob(
-    default: Any,
-    effect: str,
-    *,
-    unit: str = "",
-    low: float | None = None,
-    high: float | None = None,
-    above: float | None = None,
-) -> Any:
-    """A part's field: its default, what it does, its unit, and the range it must lie in (above: exclusive)."""
-    meta = {"effect": effect, "unit": unit, "low": low, "high": high, "above": above}
-    if isinstance(default, Part):
-        return field(default_factory=lambda: dataclasses.replace(default), metadata=meta)
-    return field(default=default, metadata=meta)
-
-
-@dataclass(frozen=True)
-class Knob:
-    """One knob as documentation and the command line show it."""
-
-    name: str
-    kind: str
-    default: Any
-    effect: str
-    unit: str
-    range: str
-
-
-def _choices(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) is Literal else ()
-
-
-def _range(f: dataclasses.Field[Any], kind: Any) -> str:
-    low, high, above = (f.metadata.get(k) for k in ("low", "high", "above"))
-    if _choices(kind):
-        return " | ".join(str(c) for c in _choices(kind))
-    sides = [f"> {above:g}" if above is not None else "", f">= {low:g}" if low is not None else ""]
-    return ", ".join(s for s in [*sides, f"<= {high:g}" if high is not None else ""] if s)
-
-
-# ---------------------------------------------------------------------------------------------------- state
-
-
-class State(MutableMapping[Any, Any]):
-    """A part's memory. What a step writes is staged; `commit` makes it real, `rollback` forgets it.
-
-    Keys: a string for a scalar of the whole part, (parameter name, slot) for what belongs to one parameter, and
-    (bucket index, slot) for a flat vector over a bucket, which saving splits by parameter name. Values are replaced,
-    never changed in place: otherwise there is nothing to roll back to.
-    """
-
-    def __init__(self) -> None:
-        self.real: dict[Any, Any] = {}
-        self.staged: dict[Any, Any] = {}
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.staged[key] if key in self.staged else self.real[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.staged[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        self.staged.pop(key, None)
-        self.real.pop(key, None)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter({**self.real, **self.staged})
-
-    def __len__(self) -> int:
-        return len({**self.real, **self.staged})
-
-    def commit(self) -> None:
-        self.real.update(self.staged)
-        self.staged.clear()
-
-    def rollback(self) -> None:
-        self.staged.clear()
+# ---------------------------------------------------------------------------------------------------- a part
 
 
 @dataclass(kw_only=True)
@@ -166,49 +87,11 @@ class Part:
 
     def __post_init__(self) -> None:
         self.state = State()
-        for f in dataclasses.fields(self):
-            self._check(f, self.kinds()[f.name], getattr(self, f.name))
+        knobs.check(self)
 
     @classmethod
-    def kinds(cls) -> dict[str, Any]:
-        """Each knob's resolved type."""
-        import typing
-
-        return {k: v for k, v in typing.get_type_hints(cls).items() if get_origin(v) is not ClassVar}
-
-    @classmethod
-    def knobs(cls) -> list[Knob]:
-        kinds = cls.kinds()
-        return [
-            Knob(
-                name=f.name,
-                kind=getattr(kinds[f.name], "__name__", str(kinds[f.name])),
-                default=f.default if f.default is not dataclasses.MISSING else f.default_factory(),  # type: ignore[misc]
-                effect=f.metadata.get("effect", ""),
-                unit=f.metadata.get("unit", ""),
-                range=_range(f, kinds[f.name]),
-            )
-            for f in dataclasses.fields(cls)
-        ]
-
-    def _check(self, f: dataclasses.Field[Any], kind: Any, value: Any) -> None:
-        where = f"{self.name}: {f.name}={value!r}"
-        allowed = _range(f, kind)
-        if choices := _choices(kind):
-            if value not in choices:
-                raise MethodError(f"{where} is not a choice", do=nearest(str(value), map(str, choices)))
-            return
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            setattr(self, f.name, value := float(value))
-        if kind in (int, float, bool, str) and type(value) is not kind:
-            raise MethodError(
-                f"{where} has the wrong type", why=f"{f.name} is a {kind.__name__}, not {type(value).__name__}"
-            )
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            low, high, above = (f.metadata.get(k) for k in ("low", "high", "above"))
-            inside = (low is None or value >= low) and (high is None or value <= high)
-            if not (inside and (above is None or value > above)):
-                raise MethodError(f"{where} is out of range", do=f"choose {f.name} {allowed}")
+    def knobs(cls) -> list[knobs.Knob]:
+        return knobs.describe(cls)
 
     def recipe(self) -> dict[str, Part]:
         """How the paper combines it, axis -> part. A part that wants company overrides this."""
@@ -346,11 +229,4 @@ class Membership(Part):
         raise NotImplementedError
 
 
-AXES: dict[str, type[Part]] = {
-    cls.axis: cls for cls in (Reducer, Sync, Layout, Order, Balance, Membership)
-}
-
-
-def generator(seed: int, rank: int, device: torch.device) -> torch.Generator:
-    """A random stream of one's own: never the global one, different on every worker."""
-    return torch.Generator(device).manual_seed((seed * 1_000_003 + rank) % 2**63)
+AXES: dict[str, type[Part]] = {cls.axis: cls for cls in (Reducer, Sync, Layout, Order, Balance, Membership)}

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from paceline.parts import Comm, Reduced, Reducer, knob
+from paceline.knobs import knob
+from paceline.parts import Comm, Reduced, Reducer
 from paceline.registry import register
 
 if TYPE_CHECKING:

@@ -1,0 +1,59 @@
+"""Data-parallel training for PyTorch: every published way to synchronise, behind two lines.
+
+    model, optimizer, loader = paceline.prepare(model, optimizer, loader, method="exact")
+
+The loop around it stays plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from paceline.api import hold, log, mean, prepare, rank, stepping, untimed, world
+    from paceline.errors import (
+        DataError,
+        DeadlineError,
+        MethodError,
+        MismatchError,
+        NonFiniteError,
+        PacelineError,
+        PeerError,
+        UsageError,
+    )
+    from paceline.method import Method
+    from paceline.registry import register
+
+__all__ = [
+    "DataError",
+    "DeadlineError",
+    "Method",
+    "MethodError",
+    "MismatchError",
+    "NonFiniteError",
+    "PacelineError",
+    "PeerError",
+    "UsageError",
+    "hold",
+    "log",
+    "mean",
+    "prepare",
+    "rank",
+    "register",
+    "stepping",
+    "untimed",
+    "world",
+]
+
+_HOME = {"Method": "method", "register": "registry"}
+
+
+def __getattr__(name: str) -> Any:
+    """Torch is imported when something needs it: `paceline --help` does not."""
+    if name not in __all__:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    home = _HOME.get(name, "errors" if name.endswith("Error") else "api")
+    return getattr(importlib.import_module(f"paceline.{home}"), name)

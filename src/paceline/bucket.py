@@ -1,0 +1,168 @@
+"""The vectors: parameters cut into flat buckets, once, and never again.
+
+A bucket is what one exchange is about. It holds the gradients of some parameters back to back in one flat vector (`flat`),
+padded so that every worker can own an equal slice; after an exchange each `p.grad` is a view of it. Parameters are taken in
+reverse order of registration, which is about the order in which backward meets them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+_ALIGN = 16  # elements: slices start on cache lines and on what vector instructions like
+
+
+class Slot:
+    """One parameter's place in its bucket."""
+
+    def __init__(self, name: str, param: Tensor, flat: Tensor, start: int) -> None:
+        self.name, self.param = name, param
+        self.start, self.stop = start, start + _length(param)
+        self.view = _view(flat[self.start : self.stop], param)
+        self.arrived = False  # its gradient is part of the backward under way, or of the window
+        self.sparse = False  # its gradient came as a sparse tensor, and is given back as one
+
+
+class Bucket:
+    """A flat vector and the parameters it stands for."""
+
+    def __init__(self, index: int, named: Sequence[tuple[str, Tensor]], world: int) -> None:
+        first = named[0][1]
+        self.index = index
+        self.n = sum(_length(p) for _, p in named)
+        step = _ALIGN * world
+        self.flat = torch.zeros(-(-self.n // step) * step, dtype=_real(first), device=first.device)
+        self.slots: list[Slot] = []
+        for name, param in named:
+            start = self.slots[-1].stop if self.slots else 0
+            self.slots.append(Slot(name, param, self.flat, start))
+        self.waiting_for = 0  # parameters whose gradient is still to come in this backward
+        self.holds = False  # flat already carries earlier micro-batches of the window
+        self._fresh: list[Slot] = []
+
+    @property
+    def full(self) -> bool:
+        return self.waiting_for == 0
+
+    @property
+    def active(self) -> bool:
+        """Is anything in it trained at the moment?"""
+        return any(s.param.requires_grad for s in self.slots)
+
+    def arm(self) -> None:
+        """A backward begins."""
+        self.waiting_for = sum(s.param.requires_grad for s in self.slots)
+        self._fresh.clear()
+
+    def arrive(self, slot: Slot) -> None:
+        """Autograd has written slot.param.grad."""
+        slot.arrived = True
+        self.waiting_for -= 1
+        if slot.param.grad is not slot.view:  # else autograd added into the view by itself
+            self._fresh.append(slot)
+
+    def take(self) -> None:
+        """Move the gradients that came as tensors of their own into the flat vector."""
+        if not self.holds:
+            self._clear_absent()
+        grads = [_dense(s) for s in self._fresh]
+        views = [s.view for s in self._fresh]
+        if grads and self.holds:
+            torch._foreach_add_(views, grads)
+        elif grads:
+            torch._foreach_copy_(views, grads)
+        self._fresh.clear()
+
+    def _clear_absent(self) -> None:
+        """What did not arrive counts as zero, unless an earlier exchange of this step already put it there."""
+        for s in self.slots:
+            if s.arrived or s.param.grad is s.view:
+                continue
+            if s.param.grad is None:
+                s.view.zero_()
+            else:
+                s.view.copy_(_dense(s))
+
+    def hide(self) -> None:
+        """In the middle of a window the sum lives in flat alone: nobody clips, unscales or zeroes half a sum."""
+        for s in self.slots:
+            s.param.grad = None
+        self.holds = True
+
+    def bind(self, used: Sequence[bool]) -> None:
+        """p.grad becomes the agreed mean; parameters that no worker used keep having none."""
+        for s, anywhere in zip(self.slots, used, strict=True):
+            if anywhere and s.sparse:
+                s.param.grad = s.view.to_sparse(1)
+            elif anywhere and s.param.grad is not s.view:
+                s.param.grad = s.view
+
+    def reset(self) -> None:
+        """The step is over, one way or the other."""
+        self.holds = False
+        for s in self.slots:
+            s.arrived = False
+
+    def abandon(self) -> None:
+        """A failed exchange may still write into flat: leave it to that and take a new vector."""
+        self.flat = torch.zeros_like(self.flat)
+        for s in self.slots:
+            s.view = _view(self.flat[s.start : s.stop], s.param)
+            s.param.grad = None
+
+    def split(self, x: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """A vector over this bucket, by parameter name and in the parameter's shape."""
+        for s in self.slots:
+            yield s.name, x[s.start : s.stop]
+
+    def __repr__(self) -> str:
+        return f"Bucket({self.index}, {len(self.slots)} parameters, {self.n} elements)"
+
+
+def cut(
+    named: Iterable[tuple[str, Tensor]], world: int, cap_bytes: int, first_bytes: int | None = None
+) -> list[Bucket]:
+    """Buckets of at most cap_bytes (a larger parameter is alone), one dtype and device each, numbered as they fill.
+
+    The first one is smaller: the sooner it is full, the sooner the wire is busy.
+    """
+    open_: dict[object, list[tuple[str, Tensor]]] = {}
+    size: dict[object, int] = {}
+    closed: list[list[tuple[str, Tensor]]] = []
+    for name, p in reversed(list(named)):
+        key = (_real(p), p.device)
+        here = _length(p) * _real(p).itemsize
+        cap = cap_bytes if closed or first_bytes is None else first_bytes
+        if key in open_ and size[key] + here > cap:
+            closed.append(open_.pop(key))
+        open_.setdefault(key, []).append((name, p))
+        size[key] = here if len(open_[key]) == 1 else size[key] + here
+    closed += open_.values()
+    return [Bucket(i, group, world) for i, group in enumerate(closed)]
+
+
+def _real(p: Tensor) -> torch.dtype:
+    return p.dtype.to_real() if p.is_complex() else p.dtype
+
+
+def _length(p: Tensor) -> int:
+    return p.numel() * (2 if p.is_complex() else 1)
+
+
+def _dense(slot: Slot) -> Tensor:
+    grad = slot.param.grad
+    assert grad is not None
+    slot.sparse = grad.is_sparse
+    return grad.to_dense() if grad.is_sparse else grad.detach()
+
+
+def _view(flat: Tensor, p: Tensor) -> Tensor:
+    """The slice in the parameter's own shape and, where it is dense, its own strides (channels_last stays so)."""
+    if p.is_complex():
+        return torch.view_as_complex(flat.view(*p.shape, 2))
+    extent = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
+    dense = p.numel() > 0 and extent == p.numel() and torch._debug_has_internal_overlap(p) == 0
+    return flat.as_strided(p.shape, p.stride(), flat.storage_offset()) if dense else flat.view(p.shape)

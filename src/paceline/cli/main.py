@@ -1,0 +1,84 @@
+"""`paceline`: one command line. Nothing here imports torch, so `--help` answers at once."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from paceline import __version__
+from paceline.cli.doctor import doctor
+from paceline.cli.methods import methods
+from paceline.cli.run import run
+from paceline.errors import PacelineError
+
+DEBUG = "PACELINE_DEBUG"
+
+app = typer.Typer(
+    name="paceline",
+    help="Data-parallel training for PyTorch: every published way to synchronise, behind two lines.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"paceline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def paceline(
+    asked: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help=f"Show where an error was raised ({DEBUG}=1).")] = False,
+) -> None:
+    if debug:
+        os.environ[DEBUG] = "1"  # an environment variable, so that the workers hear of it too
+
+
+# Everything after SCRIPT is the script's own, whatever it looks like.
+app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run)
+app.command()(methods)
+app.command()(doctor)
+if importlib.util.find_spec("paceline.cli.race"):
+    from paceline.cli.race import race
+
+    app.command()(race)
+
+
+def main() -> None:
+    try:
+        app()
+    except PacelineError as error:
+        if os.environ.get(DEBUG):
+            raise
+        tell(error)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def tell(error: PacelineError) -> None:
+    """What, why, do: on stderr, the first in red."""
+    lines = [Text(f"paceline: {error.what}", style="bold red")]
+    if error.why:
+        lines.append(Text(f"  why: {error.why}"))
+    if error.do:
+        lines.append(Text(f"  do:  {error.do}"))
+    console = Console(stderr=True, highlight=False)
+    for line in lines:
+        console.print(line, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""`paceline run`: start a script's workers on this host, alone or as one of several."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from paceline.errors import MethodError, UsageError
+from paceline.launch import MOST_WORKERS, PORT, Crew, Output, Site, cores, forwarding, launch
+
+_PEERS = (
+    "torch:",
+    "floor",
+)  # what `race` compares with: no methods of ours, but a script may be asked to be one
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+def run(
+    script: Annotated[Path, typer.Argument(help="The Python script.", metavar="SCRIPT", show_default=False)],
+    args: Annotated[
+        list[str] | None,
+        typer.Argument(help="Its arguments, passed on untouched.", metavar="[ARGS]...", show_default=False),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", "-n", help="Workers on this host.", show_default="1")
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option("--method", "-m", help="How to synchronise, instead of what the script says."),
+    ] = None,
+    knobs: Annotated[
+        list[str] | None,
+        typer.Option("--set", "-s", help="A knob of the method; may be repeated.", metavar="KNOB=VALUE"),
+    ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option("--hosts", help="All hosts, the same list on each of them.", metavar="A,B,..."),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option("--port", help="Where the first of several hosts listens.", show_default=str(PORT)),
+    ] = None,
+    events: Annotated[
+        Path | None, typer.Option("--events", help="Write the workers' telemetry here.", metavar="DIR")
+    ] = None,
+    log_dir: Annotated[
+        Path | None, typer.Option("--log-dir", help="Write each worker's output here, too.", metavar="DIR")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print how it ended as JSON; the workers' output goes to stderr.")
+    ] = False,
+) -> None:
+    """Run a script on several workers, which find each other by themselves.
+
+    On several hosts give the same command to each of them, with --hosts. Worker 0's output is passed on as
+    it is, that of the others begins with their rank. A worker that fails ends the job, and the exit code is
+    that worker's: 2 usage, 3 data or checkpoint, 4 a worker was killed or lost.
+
+    Started by torchrun or Slurm (RANK and WORLD_SIZE are set), without --workers: becomes the script, as
+    one worker of theirs.
+    """
+    command = [sys.executable, _checked_script(script), *(args or [])]
+    env = _method_env(method, knobs or [])
+    if events:
+        env["PACELINE_EVENTS"] = str(_writable(events, "--events"))
+    if os.environ.get("RANK") and os.environ.get("WORLD_SIZE"):
+        _become(
+            command,
+            env,
+            {"--workers": workers, "--hosts": hosts, "--log-dir": log_dir, "--json": as_json or None},
+        )
+    workers = _checked_workers(1 if workers is None else workers)
+    site = Site.among(hosts.split(","), PORT if port is None else port) if hosts is not None else Site()
+    if port is not None and site.hosts == 1:
+        raise UsageError("--port is for several hosts", why="on one host any free port is taken", do="leave it out")
+    logs = _writable(log_dir, "--log-dir") if log_dir else None
+    with launch(command, workers=workers, env=env, site=site, output=Output.passed(logs, to_stderr=as_json)) as crew:
+        with forwarding(crew):
+            code = crew.wait() or 0
+    _tell_end(crew, logs)
+    if as_json:
+        print(json.dumps(crew.summary()))
+    raise typer.Exit(code)
+
+
+# ------------------------------------------------------------------------------------------------ checks
+
+
+def _checked_script(script: Path) -> str:
+    try:
+        script.stat()
+    except OSError as error:
+        raise UsageError(f"there is no script {str(script)!r}", why=error.strerror or "", do="check the path") from None
+    if not script.is_file():
+        kind = "a directory" if script.is_dir() else "not a file"
+        raise UsageError(f"{str(script)!r} is {kind}", do="name the Python script itself")
+    if not os.access(script, os.R_OK):
+        raise UsageError(f"{str(script)!r} cannot be read", do="check its permissions")
+    # Python would take a leading dash for an option.
+    return f"./{script}" if str(script).startswith("-") else str(script)
+
+
+def _checked_workers(workers: int) -> int:
+    if not 1 <= workers <= MOST_WORKERS:
+        raise UsageError(f"--workers {workers} is not in 1..{MOST_WORKERS}", do="count the workers of one host")
+    if workers > cores():
+        _note(f"{workers} workers share {cores()} cores: each will be slower than alone")
+    return workers
+
+
+def _writable(directory: Path, option: str) -> Path:
+    """Found out now rather than after an hour: can files be made there, and is there room?"""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as probe:
+            probe.write(bytes(1 << 16))
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as error:
+        raise UsageError(
+            f"{option} {directory} cannot be written to",
+            why=error.strerror or str(error),
+            do="name a directory of yours with free space; it is made if it does not exist",
+        ) from None
+    return directory.resolve()
+
+
+def _become(command: list[str], env: dict[str, str], ours: dict[str, Any]) -> None:
+    """Another launcher has started this process: be the script, so that its signals and exit code pass unchanged."""
+    for option, value in ours.items():
+        if value is not None:
+            raise UsageError(
+                f"{option} cannot be used here",
+                why="RANK and WORLD_SIZE are set: another launcher has already started this process as one worker",
+                do=f"leave {option} out, or unset RANK and WORLD_SIZE",
+            )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(command[0], command, {**os.environ, **env})
+
+
+# ------------------------------------------------------------------------------------------------ the method
+
+
+def _method_env(name: str | None, settings: list[str]) -> dict[str, str]:
+    if name is None:
+        if settings:
+            raise UsageError(f"--set {settings[0]} without --method", why="a knob belongs to a method")
+        return {}
+    texts: dict[str, str] = {}
+    for setting in settings:
+        knob, equals, text = setting.partition("=")
+        if not (knob and equals):
+            raise UsageError(f"--set {setting!r} is not KNOB=VALUE", do="write --set rank=4")
+        if knob in texts:
+            raise UsageError(f"--set {knob} is given twice", do="give it once")
+        texts[knob] = text
+    knobs = parse_knobs(name, texts)
+    if not name.startswith(_PEERS):
+        from paceline.method import method
+
+        method(name, **knobs)
+    return {"PACELINE_METHOD": name, "PACELINE_SET": json.dumps(knobs)} if knobs else {"PACELINE_METHOD": name}
+
+
+def parse_knobs(name: str, texts: dict[str, str]) -> dict[str, Any]:
+    """The knobs of a method as the command line gives them, by the type each of them has."""
+    if name.startswith(_PEERS):
+        return {knob: _guess(text) for knob, text in texts.items()}
+    from paceline import registry
+
+    kinds: dict[str, Any] = {}
+    for cls in (registry.find(part.strip()) for part in name.split("+")):
+        for knob, kind in cls.kinds().items():
+            kinds[knob] = kinds[f"{cls.name}.{knob}"] = kind
+    # A name that is unknown stays text: `method` refuses it and knows the nearest one.
+    return {knob: _parse(knob, text, kinds[knob]) if knob in kinds else text for knob, text in texts.items()}
+
+
+def _parse(knob: str, text: str, kind: Any) -> Any:
+    wrong = MethodError(f"--set {knob}={text}: {text!r} is not {_called(kind)}")
+    if kind is str:
+        return text
+    if get_origin(kind) is Literal:
+        return next((choice for choice in get_args(kind) if str(choice) == text), text)
+    if kind is bool:
+        if text.lower() not in (*_TRUE, *_FALSE):
+            raise wrong
+        return text.lower() in _TRUE
+    try:
+        value = kind(text) if kind in (int, float) else json.loads(text)
+    except (ValueError, RecursionError):
+        raise wrong from None
+    if isinstance(value, float) and not math.isfinite(value):
+        raise wrong
+    return value
+
+
+def _called(kind: Any) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false"}
+    return names.get(kind, "JSON")
+
+
+def _guess(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+# ------------------------------------------------------------------------------------------------ words
+
+
+def _note(text: str) -> None:
+    Console(stderr=True, highlight=False).print(Text(f"paceline: {text}", style="yellow"), soft_wrap=True)
+
+
+def _tell_end(crew: Crew, logs: Path | None) -> None:
+    """One line for people: why it ended, unless it ended well or has just said so itself."""
+    if crew.asked is not None:
+        ended = "the workers ended by themselves" if crew.exit_code == 0 else "the workers were ended"
+        _note(f"stopped by signal {crew.asked}: {ended}")
+        return
+    cause = crew.cause
+    alone = crew.site.hosts * len(crew.workers) == 1
+    if cause is None or (alone and (crew.workers[0].code or 0) > 0):  # a script's own traceback says it better
+        return
+    step = "" if cause.step is None or "step" in cause.what else f" in step {cause.step}"
+    console = Console(stderr=True, highlight=False)
+    console.print(Text(f"paceline: {cause.what}{step}", style="bold red"), soft_wrap=True)
+    if cause.why:
+        console.print(Text(f"  why: {cause.why}"), soft_wrap=True)
+    if cause.worker is not None:
+        where = f"{logs}/worker-{cause.worker}.log" if logs else f"the output of worker {cause.worker} above"
+        console.print(Text(f"  do:  read {where}"), soft_wrap=True)

@@ -1,0 +1,203 @@
+"""The wire: the only file of the data path that knows torch.distributed.
+
+`DistComm` speaks gloo or NCCL between processes, `Alone` is a world of one; `ThreadComm` (threadcomm.py) lets workers be
+threads of one process. They count payload bytes alike, so what is counted in a test is what is sent in a run.
+
+[Note: waiting] A blocked gloo collective can be woken by nothing but its own deadline, and its buffer may still be written
+to after that. So a wait is cut into slices: after each the board is looked at for the cause another worker left there,
+for a worker that is gone, and for workers that wait for different things. The fast path, an operation that ends within its first
+slice, costs nothing for this.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Generator
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.errors import MismatchError, PeerError
+
+SLICE_S = 0.5
+_NARROW = (torch.float16, torch.bfloat16)
+# torch 2.13 has new names for these two and warns at the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Board(Protocol):
+    """Where workers leave short messages for each other beside the data: see membership/board.py."""
+
+    def agree(self, key: str, what: str, text: str) -> None: ...
+    def pulse(self, lane: str, op: int, label: str, waited_s: float) -> None: ...
+    def lost(self, label: str, error: Exception) -> PeerError: ...
+
+
+class Op:
+    """A Handle: awaiting it hands it to the driver, which resumes the coroutine when it is this one's turn."""
+
+    def __init__(self, wait: Callable[[], Tensor]) -> None:
+        self._wait = wait
+
+    def wait(self) -> Tensor:
+        return self._wait()
+
+    def __await__(self) -> Generator[Op, None, Tensor]:
+        yield self
+        return self.wait()
+
+
+def payload(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def signature(op: str, x: Tensor) -> str:
+    return f"{op} of {str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+
+
+class DistComm:
+    """A lane: one process group of its own, so that its order of operations is independent of all other lanes."""
+
+    def __init__(self, group: dist.ProcessGroup, *, name: str, board: Board) -> None:
+        self.group, self.name, self.board = group, name, board
+        self.rank, self.world = group.rank(), group.size()
+        self.sent = self.ops = 0
+        self._seen: set[str] = set()
+
+    @classmethod
+    def create(cls, name: str, board: Board, deadline_s: float) -> DistComm:
+        """A new lane over all workers; every worker creates the same lanes in the same order."""
+        group = dist.new_group(timeout=datetime.timedelta(seconds=deadline_s))
+        return cls(group, name=name, board=board)
+
+    def mean(self, x: Tensor) -> Op:
+        if x.dtype in _NARROW:  # W large values must not overflow while they are summed
+            return self._reduce("mean", x.div_(self.world), dist.ReduceOp.SUM)
+        return self._reduce("mean", x, dist.ReduceOp.AVG)
+
+    def sum(self, x: Tensor) -> Op:
+        return self._reduce("sum", x, dist.ReduceOp.SUM)
+
+    def _reduce(self, op: str, x: Tensor, how: Any) -> Op:
+        label = self._start(op, x, 2 * payload(x) * (self.world - 1) // self.world)
+        return self._op(label, x, dist.all_reduce(x, how, group=self.group, async_op=True))
+
+    def gather(self, x: Tensor) -> Op:
+        label = self._start("gather", x, payload(x) * (self.world - 1))
+        out = x.new_empty((self.world, *x.shape))
+        flat = out.view(-1, *x.shape[1:]) if x.dim() else out
+        return self._op(label, out, _all_gather(flat, x, group=self.group, async_op=True))
+
+    def scatter_mean(self, x: Tensor) -> Op:
+        label = self._start("scatter_mean", x, payload(x) * (self.world - 1) // self.world)
+        out = x.new_empty(x.numel() // self.world)
+        x.div_(self.world)
+        return self._op(label, out, _reduce_scatter(out, x, group=self.group, async_op=True))
+
+    def alltoall(self, x: Tensor) -> Op:
+        label = self._start("alltoall", x, payload(x) * (self.world - 1) // self.world)
+        out = torch.empty_like(x)
+        return self._op(label, out, dist.all_to_all_single(out, x, group=self.group, async_op=True))
+
+    def swap(self, x: Tensor, peer: int) -> Op:
+        label = self._start("swap", x, payload(x))
+        out = torch.empty_like(x)
+        both = [
+            dist.irecv(out, group_src=peer, group=self.group),
+            dist.isend(x, group_dst=peer, group=self.group),
+        ]
+        return self._op(label, out, *both)
+
+    def broadcast(self, x: Tensor, root: int = 0) -> Op:
+        label = self._start("broadcast", x, payload(x) if self.rank == root else 0)
+        return self._op(label, x, dist.broadcast(x, group_src=root, group=self.group, async_op=True))
+
+    def agree(self, what: str, text: str) -> None:
+        self.board.agree(self.name, what, text)
+
+    def _start(self, op: str, x: Tensor, sends: int) -> str:
+        """Count it, and before its first use make sure that every worker means the same operation: two sizes that
+        meet in gloo end a process by SIGABRT, and not always the one that was wrong."""
+        what = signature(op, x)
+        if what not in self._seen:
+            self.agree(f"operation {self.ops} of lane {self.name}", what)
+            self._seen.add(what)
+        self.sent += sends
+        self.ops += 1
+        return f"{op} #{self.ops - 1} of lane {self.name}"
+
+    def _op(self, label: str, out: Tensor, *works: Any) -> Op:
+        number = self.ops - 1
+
+        def wait() -> Tensor:
+            for work in works:
+                self._wait(work, label, number, blocking=not out.is_cuda)
+            return out
+
+        return Op(wait)
+
+    def _wait(self, work: Any, label: str, number: int, *, blocking: bool) -> None:
+        """[Note: waiting]. On a GPU waiting only orders streams, and NCCL's own watchdog keeps the deadline."""
+        if not blocking:
+            work.wait()
+            return
+        began = time.monotonic()
+        while True:
+            try:
+                work.wait(datetime.timedelta(seconds=SLICE_S))
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    if work.is_success():
+                        return
+                    raise self.board.lost(label, error) from None
+            self.board.pulse(self.name, number, label, time.monotonic() - began)
+
+
+class Alone:
+    """A world of one: everything is already agreed."""
+
+    rank, world, sent = 0, 1, 0
+
+    def mean(self, x: Tensor) -> Op:
+        return Op(lambda: x)
+
+    sum = scatter_mean = alltoall = mean
+
+    def gather(self, x: Tensor) -> Op:
+        return Op(lambda: x[None])
+
+    def swap(self, x: Tensor, peer: int) -> Op:
+        return Op(lambda: x)
+
+    def broadcast(self, x: Tensor, root: int = 0) -> Op:
+        return Op(lambda: x)
+
+    def agree(self, what: str, text: str) -> None:
+        pass
+
+
+def differ(what: str, texts: list[str]) -> None:
+    """Raise the same MismatchError on every worker unless all texts are equal; the fewest are named as the odd ones."""
+    if len(set(texts)) == 1:
+        return
+    usual = max(texts, key=texts.count)
+    odd = [rank for rank, text in enumerate(texts) if text != usual]
+    first = odd[0]
+    raise MismatchError(
+        f"{what}: worker {first} differs from the others",
+        why=f"worker {first} has {_around(texts[first], usual)}; worker {texts.index(usual)} has "
+        f"{_around(usual, texts[first])}" + (f" (workers {odd} differ)" if len(odd) > 1 else ""),
+        do="start every worker with the same script, arguments, data and library versions",
+        worker=first,
+    )
+
+
+def _around(text: str, other: str) -> str:
+    """The lines of text that other does not have: the difference, not the whole."""
+    lines = set(other.splitlines())
+    return "; ".join([line for line in text.splitlines() if line not in lines][:3]) or "nothing of it"

@@ -1,0 +1,142 @@
+"""The only place that touches autograd, module and optimizer hooks.
+
+The user's objects stay what they are: same model, same optimizer, same state_dict. Parameters get a hook that runs when their
+gradient is there, the optimizer's `step` and `zero_grad` go through the engine, the module tells when a forward begins.
+
+Hooks are plain closures, not bound methods: `copy.deepcopy(model)` copies functions by reference, so a copy (an EMA model,
+say) does not drag a second engine behind it, and its calls are told from the original's by identity.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from paceline.bucket import Bucket, Slot
+from paceline.engine import Engine
+from paceline.errors import UsageError
+
+
+def attach(
+    engine: Engine,
+    models: Sequence[torch.nn.Module],
+    optimizer: torch.optim.Optimizer,
+    *,
+    pack: list[Engine],
+    scaler: Any = None,
+) -> None:
+    """Connect an engine to the user's objects. `pack` is all engines of this worker, in the order they were made."""
+    pack.append(engine)
+    engine.watch = lambda b: _watch(engine, b, pack)
+    _wrap_optimizer(engine, optimizer)
+    for model in models:
+        _watch_forward(engine, model, scaler)
+    if scaler is not None:
+        _wrap_scaler(engine, optimizer, scaler)
+    engine.refresh()
+
+
+def _watch(engine: Engine, b: Bucket, pack: list[Engine]) -> None:
+    for slot in b.slots:
+        slot.param.register_hook(_weigher(engine, pack))
+        slot.param.register_post_accumulate_grad_hook(_arrival(engine, b, slot))
+
+
+def _weigher(engine: Engine, pack: list[Engine]) -> Callable[[Tensor], Tensor | None]:
+    """Before a gradient is accumulated: its share of the mean. Multiplies only where workers' batches differ."""
+
+    def weigh(grad: Tensor) -> Tensor | None:
+        if not engine.under_way:
+            if not any(e.under_way for e in pack):
+                # Runs when this backward is through, on the thread that called it; an error inside surfaces there.
+                Variable._execution_engine.queue_callback(lambda: _end(pack))
+            engine.begin()
+        if engine.scale == 1.0:
+            return None
+        return grad * engine.scale if engine.scale else torch.zeros_like(grad)  # 0 · NaN must be 0
+
+    return weigh
+
+
+def _arrival(engine: Engine, b: Bucket, slot: Slot) -> Callable[[Tensor], None]:
+    def arrive(param: Tensor) -> None:
+        engine.arrive(b, slot)
+
+    return arrive
+
+
+def _end(pack: list[Engine]) -> None:
+    """One backward may have fed several optimizers. All bytes leave before any is waited for, so that no worker waits
+    for one engine while another waits for the other."""
+    ended = [e for e in pack if e.under_way]
+    for engine in ended:
+        engine.flush()
+    for engine in ended:
+        engine.finish()
+
+
+def _wrap_optimizer(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    step, zero_grad = optimizer.step, optimizer.zero_grad
+
+    def paced_step(self: Any, closure: Callable[[], float] | None = None) -> Any:
+        engine.refresh()
+        if closure is None:
+            return engine.step(step)
+        with torch.enable_grad():
+            loss = closure()
+        engine.step(step)
+        return loss
+
+    def paced_zero_grad(self: Any, set_to_none: bool = True) -> None:
+        engine.zero_grad(lambda: zero_grad(set_to_none))
+
+    # Bound methods, because LR schedulers wrap `step` again through its __get__. One made before us has left its mark on
+    # `step` and looks for it.
+    if hasattr(step, "_wrapped_by_lr_sched"):
+        paced_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = types.MethodType(paced_step, optimizer)  # type: ignore[method-assign]
+    optimizer.zero_grad = types.MethodType(paced_zero_grad, optimizer)  # type: ignore[method-assign]
+
+
+def _watch_forward(engine: Engine, model: torch.nn.Module, scaler: Any) -> None:
+    def before(module: torch.nn.Module, args: Any) -> None:
+        if module is not model or not torch.is_grad_enabled():
+            return
+        engine.refresh()
+        if scaler is None and engine.accumulate > 1:
+            _need_scaler("accumulate", "a GradScaler would unscale half a window")
+
+    model.register_forward_pre_hook(before)
+
+
+def _need_scaler(what: str, why: str) -> None:
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
+            raise UsageError(
+                f"{what} under fp16 autocast needs to know your GradScaler",
+                why=why,
+                do="pass it along: model, optimizer, loader, scaler = paceline.prepare(model, optimizer, loader, scaler)",
+            )
+
+
+def _wrap_scaler(engine: Engine, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+    """In the middle of a window there is nothing to unscale, to check or to step."""
+    step, unscale, update = scaler.step, scaler.unscale_, scaler.update
+
+    def paced_step(opt: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return opt.step() if opt is optimizer and engine.in_window else step(opt, *args, **kwargs)
+
+    def paced_unscale(opt: torch.optim.Optimizer) -> None:
+        if opt is not optimizer or not engine.in_window:
+            unscale(opt)
+
+    def paced_update(*args: Any, **kwargs: Any) -> None:
+        if scaler._per_optimizer_states:  # something was checked since the last update
+            update(*args, **kwargs)
+
+    scaler.step, scaler.unscale_, scaler.update = paced_step, paced_unscale, paced_update

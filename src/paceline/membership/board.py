@@ -1,0 +1,174 @@
+"""Short messages between workers, beside the data: who failed first and why, who left, who waits for what.
+
+The board is a c10d store (served by the launcher, by torchrun's agent, or by worker 0). Nothing on it is trusted to be
+more than text: messages are JSON. Nothing here is on the fast path of a step.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from typing import Any
+
+from paceline.comm import SLICE_S, differ
+from paceline.errors import DeadlineError, MismatchError, PacelineError, PeerError
+
+_GRACE_S = 2.0  # how long survivors wait for each other's word before they call somebody silent
+
+
+class StoreBoard:
+    """One worker's view of the board."""
+
+    def __init__(self, store: Any, rank: int, world: int, deadline_s: float) -> None:
+        self.store, self.rank, self.world, self.deadline_s = store, rank, world, deadline_s
+        self.step = 0  # kept by the engine, for messages only
+        self.where = ""  # the samples in hand, likewise
+        self._agreed: dict[str, int] = {}
+
+    # ------------------------------------------------------------------------------------------------ plain messages
+
+    def read(self, key: str) -> Any:
+        return json.loads(self.store.get(key)) if self.store.check([key]) else None
+
+    def write(self, key: str, value: Any) -> None:
+        self.store.set(key, json.dumps(value))
+
+    def others(self, key: str) -> dict[int, Any]:
+        """What the other workers wrote under key/<rank>, where they did."""
+        found = {r: self.read(f"{key}/{r}") for r in range(self.world) if r != self.rank}
+        return {r: value for r, value in found.items() if value is not None}
+
+    # ------------------------------------------------------------------------------------------------ causes
+
+    def post_cause(self, error: BaseException) -> None:
+        """The first cause wins: later ones are consequences."""
+        if isinstance(error, PeerError):
+            what, why = error.what, error.why
+        elif isinstance(error, PacelineError):
+            what, why = f"worker {self.rank}: {error.what}", error.why
+        else:
+            what = f"worker {self.rank} failed in step {self.step}: {type(error).__name__}: {error}"
+            frames = traceback.extract_tb(error.__traceback__)
+            why = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+            why += f"; its batch was made of {self.where}" if self.where else ""
+        worker = error.worker if isinstance(error, PeerError) else self.rank
+        cause = {"worker": worker, "what": what, "why": why, "step": self.step, "kind": type(error).__name__}
+        self.store.compare_set("cause", "", json.dumps(cause))
+
+    def raise_cause(self) -> None:
+        cause = self.read("cause")
+        if cause is not None:
+            kind = MismatchError if cause.get("kind") == "MismatchError" else PeerError
+            raise kind(cause["what"], why=cause.get("why") or "", worker=cause.get("worker"))
+
+    # ------------------------------------------------------------------------------------------------ waiting
+
+    def agree(self, key: str, what: str, text: str) -> None:
+        """Post the text, wait for everyone's, and raise the same error everywhere if they differ."""
+        number = self._agreed[key] = self._agreed.get(key, -1) + 1
+        key = f"agree/{key}/{number}"
+        self.write(f"{key}/{self.rank}", f"{what}\n{text}")
+        texts = self.wait_for_all(key, what)
+        differ(what, [f"{what}\n{text}" if r == self.rank else texts[r] for r in range(self.world)])
+
+    def wait_for_all(self, key: str, what: str) -> dict[int, Any]:
+        began = time.monotonic()
+        pause = 0.0005
+        while len(posts := self.others(key)) < self.world - 1:
+            if (waited := time.monotonic() - began) > SLICE_S:
+                self.pulse(key, 0, what, waited)
+            time.sleep(pause := min(2 * pause, 0.05))
+        return posts
+
+    def pulse(self, lane: str, op: int, label: str, waited_s: float) -> None:
+        """Called now and then by a blocked worker: is there still something to wait for?"""
+        self.raise_cause()
+        for r, left in self.others("left").items():
+            if left["ops"].get(lane, 0) <= op and lane in left["ops"]:
+                raise self._gave_up(
+                    PeerError(
+                        f"worker {r} left after {left['steps']} steps, but worker {self.rank} waits for it in {label}",
+                        why="it ended (exit, return or an exception it caught) before the others did",
+                        do="let every worker run the same number of steps",
+                        worker=r,
+                    )
+                )
+        self.write(f"waits/{self.rank}", {"label": label, "since": round(waited_s)})
+        waits = self.others("waits") | {self.rank: {"label": label}}
+        labels = {r: w["label"] for r, w in sorted(waits.items())}
+        if waited_s > _GRACE_S and len(labels) == self.world and len(set(labels.values())) > 1:
+            time.sleep(SLICE_S)  # a worker may just have gone on: look twice
+            again = {r: w["label"] for r, w in (self.others("waits") | {self.rank: {"label": label}}).items()}
+            self.raise_cause()
+            if dict(sorted(again.items())) == labels:
+                raise self._gave_up(_deadlock(labels))
+        if waited_s > self.deadline_s:
+            silent = [r for r in range(self.world) if r not in labels]
+            raise self._gave_up(
+                DeadlineError(
+                    f"worker {self.rank} waited {waited_s:.0f} s in {label}",
+                    why="; ".join(f"worker {r} is in {text}" for r, text in labels.items() if r != self.rank)
+                    + (
+                        f"; workers {silent} are not waiting for anything: still computing, stopped or gone"
+                        if silent
+                        else ""
+                    ),
+                    do="look at the worker named, or raise deadline= if a step may really take that long",
+                    worker=silent[0] if silent else None,
+                )
+            )
+
+    def clear(self) -> None:
+        """Called at a commit if this worker had ever been slow: its old cry must not be taken for a new one."""
+        self.store.delete_key(f"waits/{self.rank}")
+
+    def lost(self, label: str, error: Exception) -> PeerError:
+        """A connection broke. Find out who is gone: those who live say so within the grace."""
+        self.write(f"lost/{self.rank}", label)
+        end = time.monotonic() + _GRACE_S
+        while time.monotonic() < end:
+            try:
+                self.raise_cause()
+            except PeerError as cause:
+                return cause
+            gone = self.others("left")
+            if gone:
+                r, left = next(iter(gone.items()))
+                return self._gave_up(
+                    PeerError(
+                        f"worker {r} left after {left['steps']} steps, in the middle of {label}",
+                        why="it ended before the others did",
+                        do="let every worker run the same number of steps",
+                        worker=r,
+                    )
+                )
+            if len(self.others("lost")) == self.world - 1:
+                break
+            time.sleep(0.05)
+        silent = sorted(set(range(self.world)) - set(self.others("lost")) - {self.rank})
+        who = f"worker {silent[0]} stopped answering" if silent else "the connection between workers broke"
+        return self._gave_up(
+            PeerError(
+                f"{who} in step {self.step} ({label})",
+                why=str(error).splitlines()[0],
+                do="look at that worker's output: killed (out of memory?), crashed, or its host is gone",
+                worker=silent[0] if silent else None,
+            )
+        )
+
+    def _gave_up(self, error: PeerError) -> PeerError:
+        self.post_cause(error)
+        return error
+
+
+def _deadlock(labels: dict[int, str]) -> MismatchError:
+    texts = list(labels.values())
+    usual = max(texts, key=texts.count)
+    odd = next(r for r, text in labels.items() if text != usual)
+    return MismatchError(
+        f"worker {odd} is in {labels[odd]}, the others in {usual}",
+        why="they wait for each other and none can go on",
+        do="make every worker call the same operations in the same order (no branch on the rank around them)",
+        worker=odd,
+    )

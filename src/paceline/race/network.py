@@ -1,0 +1,136 @@
+"""Where the workers of a race run: on hosts of the network lab, on paced sockets, or simply on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from paceline.errors import PacelineError, UsageError
+from paceline.lab import namespaces
+from paceline.lab.namespaces import Lab, parse_link
+from paceline.race.gate import PACE, WIRE
+
+Kind = Literal["lab", "emulated", "none"]
+_LOOPBACK = "127.0.0.1"
+_LAB_PORT = 29500  # in namespaces of our own every port is free; each contender takes the next one
+
+# What another launcher, or a race around this one, has said to *its* workers.
+_FOREIGN = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "MASTER_",
+    "GROUP_",
+    "ROLE_",
+    "TORCHELASTIC_",
+    "GLOO_",
+    "PACELINE_",
+)
+_KEPT = ("PACELINE_DATA",)
+
+
+@dataclass(frozen=True)
+class Place:
+    """How one worker is started: words before its command, variables in its environment."""
+
+    prefix: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links between the workers, the same for every contender."""
+
+    kind: Kind
+    label: str
+    workers: int
+    hosts: int
+    lab: Lab | None = None
+    bytes_per_second: float | None = None
+    why_emulated: str = ""
+
+    def places(self, contender: int) -> list[Place]:
+        """A place for each worker of the contender of that number."""
+        port = _LAB_PORT + contender if self.lab else _free_port()
+        on_host = [rank * self.hosts // self.workers for rank in range(self.workers)]
+        return [self._place(rank, on_host, port) for rank in range(self.workers)]
+
+    def _place(self, rank: int, on_host: list[int], port: int) -> Place:
+        host = on_host[rank]
+        interface = self.lab.interface if self.lab else "lo"
+        env = {
+            **clean_environment(),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.workers),
+            "LOCAL_RANK": str(rank - on_host.index(host)),
+            "LOCAL_WORLD_SIZE": str(on_host.count(host)),
+            "MASTER_ADDR": self.lab.address(0) if self.lab else _LOOPBACK,
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": interface,
+            WIRE: interface,
+        }
+        if self.kind == "emulated" and self.bytes_per_second:
+            env[PACE] = str(self.bytes_per_second)
+        return Place(self.lab.exec_prefix(host) if self.lab else [], env)
+
+
+@contextlib.contextmanager
+def network(link: str, workers: int, hosts: int | None) -> Iterator[Network]:
+    """The asked-for link between the workers, as real as this machine allows."""
+    speed = parse_link(link)
+    if hosts is not None and not 1 <= hosts <= workers:
+        raise UsageError(f"--hosts {hosts} is not in 1..{workers}", why="every host has at least one worker")
+    if speed.bytes_per_second is None:
+        if hosts is not None:
+            raise UsageError(
+                "--hosts needs a link between the hosts",
+                why="an unlimited link is this machine's own loopback, where all workers are on one host",
+                do="give --link too, for example --link 1gbit",
+            )
+        yield Network("none", str(speed), workers, 1)
+        return
+    why_not = namespaces.available()
+    if why_not is None:
+        with Lab(hosts or workers, speed) as lab:
+            yield Network("lab", str(speed), workers, lab.hosts, lab, speed.bytes_per_second)
+        return
+    if hosts is not None:
+        raise UsageError(
+            f"--hosts needs the network lab, and {why_not}", do="run as root with iproute2, or leave it out"
+        )
+    yield Network(
+        "emulated",
+        f"{speed} (emulated)",
+        workers,
+        1,
+        bytes_per_second=speed.bytes_per_second,
+        why_emulated=why_not,
+    )
+
+
+def alone() -> list[Place]:
+    """The place of a single worker: a world of one, without a network."""
+    return [Place(env=clean_environment())]
+
+
+def clean_environment() -> dict[str, str]:
+    return {
+        name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith(_FOREIGN)
+    }
+
+
+def _free_port() -> int:
+    """A port nobody listens on, from below the range that connections get theirs from.
+
+    Worker 0 binds it some seconds later: until then hundreds of connections of other contenders are made.
+    """
+    for port in random.sample(range(20_000, 30_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((_LOOPBACK, port))
+            return port
+    raise PacelineError("no free port between 20000 and 30000 was found in 100 tries")

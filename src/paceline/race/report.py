@@ -1,0 +1,298 @@
+"""The race as one page: no script, nothing fetched, readable on a phone, light and dark.
+
+The plots are matplotlib's SVG inside the page. Lines keep their colours; text, axes and grid are drawn in stand-in
+colours that are then replaced by the page's own, so they follow its theme.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from paceline.errors import UsageError
+from paceline.race import score
+from paceline.race.result import Result
+from paceline.race.score import FLOOR, SINGLE, Entry, Point, Row, Target
+from paceline.race.show import bytes_column, cells, headings, in_order
+
+_INK, _GRID = "#010203", "#030201"  # the stand-ins; no line has these colours
+_LINES = ["#3b82d6", "#e0702a", "#2f9e62", "#c23f8e", "#8a63d2", "#b8860b", "#1a9aa8", "#d64545", "#7a8f2a"]
+_GREY = "#8c8c8c"
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1d2430; --soft: #5d6778; --line: #dfe3ea; --page: #ffffff; --card: #f6f7f9;
+  --bad: #b3261e; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e9ee; --soft: #9aa4b4; --line: #333b48; --page: #14181f; --card: #1c222c; --bad: #ff8a80; }
+}
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink);
+  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
+main { max-width: 60rem; margin: 0 auto; padding: 2rem 1.25rem 4rem; }
+h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .25rem; letter-spacing: -.01em; }
+h2 { font-size: 1.15rem; margin: 2.5rem 0 .5rem; }
+p { margin: .5rem 0; max-width: 44rem; }
+.soft, dt, figcaption, li { color: var(--soft); }
+.soft, figcaption, li, dl { font-size: .9rem; }
+dl { display: flex; flex-wrap: wrap; gap: .5rem 2rem; margin: 1.25rem 0; }
+dl div { min-width: 7rem; } dt, dd { margin: 0; } dd { font-weight: 600; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .95rem; }
+th, td { text-align: right; padding: .4rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th { color: var(--soft); font-weight: 600; font-size: .8rem; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; }
+td:first-child { font-weight: 600; } tr.aside td { color: var(--soft); font-weight: 400; }
+.bad { color: var(--bad); } td.bad { white-space: normal; text-align: left; }
+figure { margin: 1rem 0 0; background: var(--card); border: 1px solid var(--line); border-radius: .6rem;
+  padding: .9rem 1rem; }
+figure svg { display: block; width: 100%; height: auto; color: var(--ink); }
+figcaption { margin-top: .4rem; }
+ul { margin: .75rem 0; padding-left: 1.1rem; }
+code { font: .85rem ui-monospace, "SF Mono", Menlo, Consolas, monospace; overflow-wrap: anywhere; }
+"""
+
+
+def check_plots() -> None:
+    """Before the race: is there something to draw with?"""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise UsageError(
+            "--html needs matplotlib, which is not installed",
+            why="the page's plots are drawn with it",
+            do="pip install 'paceline[report]'",
+        ) from None
+
+
+def page(
+    result: Result, entries: Sequence[Entry], notes: Sequence[str], *, warmup: int, target: Target | None
+) -> str:
+    """The whole page. `entries` are what the plots are drawn from."""
+    title = f"{result.task}: {result.workers} workers, {result.link} link"
+    figures = "".join(_figures(result, entries, warmup, target))
+    facts = {
+        "task": result.task,
+        "workers": f"{result.workers} × {result.threads} thread{'s' * (result.threads > 1)}",
+        "link": result.link,
+        "machine": f"{result.machine.cores} cores, {result.machine.memory_gb:.0f} GB",
+        "processor": result.machine.cpu or "not known",
+        "versions": f"paceline {result.paceline}, torch {result.torch}",
+        "date": result.date.replace("T", " ").replace("+00:00", " UTC"),
+        "commit": (result.commit or "not known")[:12],
+    }
+    items = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts.items())
+    said = "".join(f"<li>{escape(line)}</li>" for line in notes)
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Paceline race · {escape(title)}</title>
+<style>{_STYLE}</style>
+</head>
+<body><main>
+<h1>{escape(title)}</h1>
+<p class="soft">A Paceline race: the same script under every method, in turns of a few steps on the same machine.</p>
+<dl>{items}</dl>
+<div class="wide">{_table(result.rows, target)}</div>
+<ul>{said}</ul>
+{figures}
+<h2>Run it again</h2>
+<p><code>{escape(result.command)}</code></p>
+</main></body>
+</html>
+"""
+
+
+def _table(rows: Sequence[Row], target: Target | None) -> str:
+    head = "".join(f"<th>{escape(word)}</th>" for word in headings(target))
+    column = bytes_column(rows)
+    body = []
+    for row in in_order(rows):
+        words = [f"<td>{escape(word)}</td>" for word in cells(row, column, target)]
+        if row.error:
+            words[1:] = [f'<td class="bad" colspan="{len(words) - 1}">{escape(row.error)}</td>']
+        body.append(f"<tr{' class=aside' * (row.method in (SINGLE, FLOOR))}>{''.join(words)}</tr>")
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+
+
+# ---------------------------------------------------------------------------------------------------- plots
+
+
+def _figures(result: Result, entries: Sequence[Entry], warmup: int, target: Target | None) -> list[str]:
+    """Only the plots there is something to show in."""
+    wire = bytes_column(result.rows) == "wire_bytes_per_step"
+
+    def over_time(entry: Entry, series: Sequence[Point]) -> list[float]:
+        return [p.busy_s for p in series]
+
+    def over_bytes(entry: Entry, series: Sequence[Point]) -> list[float]:
+        return _megabytes(entry, series, wire=wire)
+
+    raced = [
+        entry for entry in entries if entry.method != FLOOR
+    ]  # its workers learn apart: their losses mean little
+    colours = _colours(entries)
+    bars = _bars(result, entries, warmup)
+    figures = [_figure("steps", "Where a step's time goes", bars, "Milliseconds of a mean step.")]
+    for metric, label in (
+        ("loss", "loss (mean of 5 steps)"),
+        ("eval_loss", "held-out loss"),
+        ("accuracy", "accuracy"),
+    ):
+        line = target if target and target.name == metric else None
+        curves = {e.method: (e, score.progress(e.events, metric)) for e in raced}
+        name = label.partition(" (")[0].capitalize()
+        drawn = _curves(curves, over_time, colours, ("the job's own seconds", label), line)
+        figures.append(
+            _figure(metric, f"{name} over time", drawn, "Time in which the others ran does not count.")
+        )
+        if metric == "accuracy":
+            caption = "Bytes by the network interface." if wire else "Payload bytes; not known for peers."
+            drawn = _curves(curves, over_bytes, colours, ("MB sent by a worker", label), line)
+            figures.append(_figure("bytes", f"{name} over bytes sent", drawn, caption))
+    return [figure for figure in figures if figure]
+
+
+def _figure(name: str, title: str, svg: str | None, caption: str) -> str:
+    if svg is None:
+        return ""
+    svg = re.sub(
+        r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg
+    )  # several drawings, one page: ids must differ
+    return f"<h2>{escape(title)}</h2><figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def _colours(entries: Sequence[Entry]) -> dict[str, str]:
+    """One colour for a method in every plot."""
+    raced = [entry.method for entry in entries if entry.method not in (SINGLE, FLOOR)]
+    return {name: _LINES[i % len(_LINES)] for i, name in enumerate(raced)} | {SINGLE: _GREY, FLOOR: _GREY}
+
+
+def _megabytes(entry: Entry, series: Sequence[Point], *, wire: bool) -> list[float]:
+    """How much a worker had sent when each value was reported; empty where that is not known."""
+    known = score.bytes_by_step(entry.events, wire=wire) if wire or entry.counted else []
+    if not known or entry.workers < 2:
+        return []
+    steps, sent = zip(*known, strict=True)
+    return [float(mb) for mb in np.interp([p.step for p in series], steps, sent) / 1e6]
+
+
+def _curves(
+    curves: dict[str, tuple[Entry, list[Point]]],
+    x_of: Callable[[Entry, Sequence[Point]], list[float]],
+    colours: dict[str, str],
+    labels: tuple[str, str],
+    target: Target | None,
+) -> str | None:
+    figure, axes = _canvas(4.2)
+    drawn = 0
+    for method, (entry, series) in curves.items():
+        x = x_of(entry, series)
+        if not series or not x:
+            continue
+        style = ":" if method == SINGLE else "--" if method.startswith("torch:") else "-"
+        dot = "o" if len(series) < 12 else ""
+        axes.plot(
+            x, [p.value for p in series], style + dot, color=colours[method], lw=1.8, ms=4, label=method
+        )
+        drawn += 1
+    if not drawn:
+        return None
+    if target:
+        axes.axhline(target.value, color=_INK, lw=0.8, ls=(0, (2, 3)))
+        axes.annotate(
+            str(target), (1, target.value), xycoords=("axes fraction", "data"), xytext=(-4, 4),
+            textcoords="offset points", ha="right", color=_INK, fontsize=9,
+        )  # fmt: skip
+    axes.set_xlabel(labels[0])
+    axes.set_ylabel(labels[1])
+    axes.set_xlim(left=0)
+    axes.grid(color=_GRID, lw=0.7)
+    return _svg(figure, columns=min(drawn, 4))
+
+
+def _bars(result: Result, entries: Sequence[Entry], warmup: int) -> str | None:
+    """The floor's step is what computing takes; exposed communication is what the floor does not wait for."""
+    laps = {entry.method: [lap.ms for lap in score.laps(entry.events, warmup)] for entry in entries}
+    means = {method: score.typical(ms) for method, ms in laps.items() if ms}
+    shown = [row for row in reversed(in_order(result.rows)) if row.method in means and row.method != SINGLE]
+    if not shown or FLOOR not in means:
+        return None
+    figure, axes = _canvas(0.9 + 0.42 * len(shown))
+    total = np.array([means[row.method] for row in shown])
+    compute = np.minimum(means[FLOOR], total)
+    exposed = np.minimum([row.exposed_comm_ms or 0.0 for row in shown], total - compute)
+    left = np.zeros(len(shown))
+    for label, width, colour in (
+        ("compute (the floor's)", compute, "#7c93b2"),
+        ("exposed communication", exposed, "#e0702a"),
+        ("rest", total - compute - exposed, "#c9b458"),
+    ):
+        axes.barh([row.method for row in shown], width, left=left, color=colour, label=label, height=0.66)
+        left = left + width
+    for i, width in enumerate(total):
+        place = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
+        axes.annotate(f"{width:.1f}", (width, i), color=_INK, **place)
+    axes.set_xlim(0, float(total.max()) * 1.12)
+    axes.set_xlabel("milliseconds")
+    axes.grid(axis="x", color=_GRID, lw=0.7)
+    axes.tick_params(axis="y", length=0)
+    return _svg(figure, columns=3)
+
+
+def _canvas(height: float) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure  # not pyplot: no window, no global state
+
+    figure = Figure(figsize=(7.6, height), layout="constrained")
+    figure.patch.set_alpha(0)
+    axes = figure.add_subplot()
+    axes.patch.set_alpha(0)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(_GRID)
+    axes.tick_params(colors=_INK, color=_GRID, labelcolor=_INK)
+    axes.xaxis.label.set_color(_INK)
+    axes.yaxis.label.set_color(_INK)
+    return figure, axes
+
+
+def _svg(figure: Any, columns: int) -> str:
+    import matplotlib
+
+    figure.legend(
+        loc="outside lower center",
+        ncols=columns,
+        frameon=False,
+        labelcolor=_INK,
+        handlelength=2.2,
+        fontsize=10,
+    )
+    out = io.StringIO()
+    # Text stays text: it scales, can be copied and found, and takes the page's font.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "paceline", "font.size": 11}):
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    svg = out.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(
+        r'(<svg[^>]*?) width="[^"]*"',
+        r"\1",
+        re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1),
+        count=1,
+    )
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"font-family:[^;\"]*|font: [^;\"]*", lambda m: _plain_font(m[0]), svg)
+    return svg.replace(_INK, "currentColor").replace(_GRID, "var(--line)")
+
+
+def _plain_font(style: str) -> str:
+    """matplotlib names its own font, which nobody has; the page's is better, at the same size."""
+    size = re.search(r"[\d.]+px", style)
+    return f"font-size: {size[0]}; font-family: inherit" if size else "font-family: inherit"

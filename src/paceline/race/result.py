@@ -1,0 +1,137 @@
+"""What a race leaves behind: its rows, and enough about the machine to know what they are worth. As JSON, schema 1."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shlex
+import subprocess
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+import psutil
+import torch
+
+from paceline.errors import UsageError
+from paceline.race.network import Kind
+from paceline.race.score import Row
+
+
+class Machine(msgspec.Struct, kw_only=True):
+    """Where it ran."""
+
+    cores: int  # this process may use
+    cpu: str
+    memory_gb: float
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """A whole race. The fields are the keys of the JSON, in this order."""
+
+    schema: int = 1
+    paceline: str
+    torch: str
+    machine: Machine
+    date: str  # UTC
+    command: str
+    commit: str | None
+    task: str
+    workers: int
+    link: str
+    link_kind: Kind
+    threads: int
+    rows: list[Row]
+
+
+def describe(
+    rows: Sequence[Row],
+    arguments: Sequence[str],
+    *,
+    task: str,
+    workers: int,
+    link: str,
+    kind: Kind,
+    threads: int,
+) -> Result:
+    """The rows with where, when and how they were measured. `arguments` are those of the command line."""
+    return Result(
+        paceline=_version(),
+        torch=torch.__version__,
+        machine=machine(),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command=shlex.join(["paceline", *arguments]),
+        commit=_commit(),
+        task=task,
+        workers=workers,
+        link=link,
+        link_kind=kind,
+        threads=threads,
+        rows=list(rows),
+    )
+
+
+def encode(result: Result) -> str:
+    return msgspec.json.format(msgspec.json.encode(result), indent=2).decode() + "\n"
+
+
+def machine() -> Machine:
+    return Machine(
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpu=_cpu_model(),
+        memory_gb=round(psutil.virtual_memory().total / 1e9, 1),
+    )
+
+
+def check_writable(path: Path) -> None:
+    """Before the race: afterwards it is too late to hear that a folder does not exist."""
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UsageError(
+            f"{path} cannot be written",
+            why="it is a folder" if path.is_dir() else f"{path.parent} is not a folder one may write to",
+            do="give a file in a folder that exists",
+        )
+
+
+def write(path: Path, text: str) -> None:
+    """The whole file or none: a reader never sees half of it."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("paceline")
+    except metadata.PackageNotFoundError:  # run from the sources
+        import paceline
+
+        return paceline.__version__
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "")
+
+
+def _commit() -> str | None:
+    """The commit of the sources this runs from; None for an installed package."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None

@@ -1,0 +1,274 @@
+"""What a contender's events say, as numbers. Pure functions: events in, rows out.
+
+A step takes as long as its slowest worker: the maximum over the workers of wall and data time. Warm-up steps do not
+count, and neither does the first step of a turn: TCP has forgotten the link's speed while the others ran.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from paceline.errors import UsageError
+from paceline.telemetry import AnyEvent, Barrier, Bye, Metric, Step, Wire
+
+Events = Sequence[Sequence[AnyEvent]]  # one sequence for each worker, in its own order
+
+SINGLE, FLOOR = "single", "floor"
+_LAST = 5  # reports the loss is the mean of: one batch says little
+
+
+class Row(msgspec.Struct, kw_only=True):
+    """One contender's result. None: not known. docs/race.md says how each is measured."""
+
+    method: str
+    workers: int
+    link: str
+    steps: int  # that were measured
+    step_ms_median: float | None = None
+    samples_per_s: float | None = None  # of all workers together
+    speedup: float | None = None  # over one worker with the whole batch
+    efficiency: float | None = None
+    sent_bytes_per_step: float | None = None  # payload, by one worker
+    wire_bytes_per_step: float | None = None  # by the interface's counter, by one worker
+    exposed_comm_ms: float | None = None
+    barrier_ms_p50: float | None = None
+    barrier_ms_p99: float | None = None
+    loss: float | None = None
+    accuracy: float | None = None
+    target_s: float | None = None
+    peak_rss_mb: float | None = None
+    error: str | None = None
+
+
+class Target(NamedTuple):
+    """A value to be reached by a reported metric."""
+
+    name: str
+    value: float
+    falls: bool  # reached from above
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """`loss=2.0` or `accuracy=0.85`; whether it falls or rises is in the name."""
+        name, _, number = (part.strip() for part in text.partition("="))
+        falls, rises = "loss" in name, "acc" in name
+        try:
+            value = float(number)
+        except ValueError:
+            value = math.nan
+        if falls == rises or not math.isfinite(value):
+            raise UsageError(
+                f"--target {text!r} is not a target",
+                why="it needs the name of a reported metric with `loss` or `acc` in it, and a number to reach",
+                do="write it as loss=2.0 or accuracy=0.85",
+            )
+        return cls(name, value, falls)
+
+    def met(self, value: float) -> bool:
+        return value <= self.value if self.falls else value >= self.value
+
+    def __str__(self) -> str:
+        return f"{self.name} {'<=' if self.falls else '>='} {self.value:g}"
+
+
+class Lap(NamedTuple):
+    """One measured step over all workers."""
+
+    step: int
+    ms: float  # of the slowest worker
+    blocked_ms: float  # wall minus processor time of the main thread, mean over the workers
+    samples: int  # of all workers
+    sent: float  # payload bytes, mean over the workers
+
+
+class Point(NamedTuple):
+    """A metric after a step: the mean over the workers that reported it."""
+
+    step: int
+    busy_s: float  # the job's own time so far, of the slowest worker
+    value: float
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One contender: what it is, and what its workers wrote."""
+
+    method: str
+    workers: int
+    events: Events = field(default=(), repr=False)
+    counted: bool = True  # its payload is counted by our Comm (not so for peers)
+    error: str | None = None
+
+
+def laps(events: Events, warmup: int) -> list[Lap]:
+    """The steps that count and that every worker has finished."""
+    by_step: dict[int, list[Step]] = defaultdict(list)
+    dropped: set[int] = set()
+    for worker in events:
+        opening = False
+        for event in worker:
+            if isinstance(event, Barrier | Wire):
+                opening = True  # the gate measures these between turns and at no other time
+            elif isinstance(event, Step):
+                by_step[event.step].append(event)
+                if opening or event.step < warmup:
+                    dropped.add(event.step)
+                opening = False
+    return [
+        Lap(
+            step=number,
+            ms=max(s.wall_ms + s.data_ms for s in steps),
+            blocked_ms=_mean(max(0.0, s.wall_ms - s.cpu_ms) for s in steps),
+            samples=sum(s.samples for s in steps),
+            sent=_mean(s.sent for s in steps),
+        )
+        for number, steps in sorted(by_step.items())
+        if len(steps) == len(events) and number not in dropped
+    ]
+
+
+def points(events: Events, name: str) -> list[Point]:
+    """A reported metric over the run. A script may report it on one worker or on all of them."""
+    by_step: dict[int, list[Metric]] = defaultdict(list)
+    for worker in events:
+        for event in worker:
+            if isinstance(event, Metric) and event.name == name and math.isfinite(event.value):
+                by_step[event.step].append(event)
+    return [
+        Point(step, max(m.busy_s for m in metrics), _mean(m.value for m in metrics))
+        for step, metrics in sorted(by_step.items())
+    ]
+
+
+def smooth(series: Sequence[Point], last: int = _LAST) -> list[Point]:
+    """Each value becomes the mean of itself and those before it, `last` in all."""
+    return [
+        p._replace(value=_mean(q.value for q in series[max(0, i + 1 - last) : i + 1]))
+        for i, p in enumerate(series)
+    ]
+
+
+def progress(events: Events, name: str) -> list[Point]:
+    """The metric as the table shows it and as the target is compared with: the loss of a step is smoothed."""
+    series = points(events, name)
+    return smooth(series) if name == "loss" else series
+
+
+def reached_s(events: Events, target: Target) -> float | None:
+    """The job's own seconds until the target was first met."""
+    return next((p.busy_s for p in progress(events, target.name) if target.met(p.value)), None)
+
+
+def typical(values: Sequence[float]) -> float:
+    """The mean, with single stalls cut at twice the 95th percentile.
+
+    Not the median: a method that talks in every eighth step only would hide all its communication from it.
+    """
+    cap = 2 * float(np.percentile(values, 95))
+    return _mean(min(v, cap) for v in values)
+
+
+def bytes_by_step(events: Events, *, wire: bool) -> list[tuple[int, float]]:
+    """(steps done, bytes one worker has sent by then): by the interface's counter, or by Comm's."""
+    sums: dict[int, float] = defaultdict(float)
+    for worker in events:
+        done, total = 0, 0.0
+        for event in worker:
+            if wire and isinstance(event, Wire):
+                done, total = done + event.steps, total + event.sent
+            elif not wire and isinstance(event, Step):
+                done, total = event.step + 1, total + event.sent
+            else:
+                continue
+            sums[done] += total / len(events)
+    return [(0, 0.0), *sorted(sums.items())] if sums else []
+
+
+def rows(entries: Sequence[Entry], *, link: str, warmup: int, target: Target | None = None) -> list[Row]:
+    """A row for each contender, in the order given."""
+    counted = {entry.method: laps(entry.events, warmup) for entry in entries}
+    floor = counted.get(FLOOR)
+    floor_blocked = typical([lap.blocked_ms for lap in floor]) if floor else None
+    scored = []
+    for entry in entries:
+        row = Row(
+            method=entry.method,
+            workers=entry.workers,
+            link=link if entry.workers > 1 else "none",
+            steps=len(counted[entry.method]),
+            error=entry.error,
+        )
+        _add_laps(row, entry, counted[entry.method], floor_blocked)
+        _add_events(row, entry, warmup, target)
+        scored.append(row)
+    _add_ratios(scored)
+    return scored
+
+
+def _add_laps(row: Row, entry: Entry, measured: Sequence[Lap], floor_blocked: float | None) -> None:
+    if not measured:
+        return
+    ms = [lap.ms for lap in measured]
+    row.step_ms_median = _tidy(float(np.median(ms)))
+    if (mean_ms := typical(ms)) > 0:
+        row.samples_per_s = _tidy(_mean(lap.samples for lap in measured) / mean_ms * 1e3)
+    if entry.counted:
+        row.sent_bytes_per_step = _tidy(_mean(lap.sent for lap in measured))
+    if floor_blocked is not None and entry.workers > 1:
+        row.exposed_comm_ms = _tidy(max(0.0, typical([lap.blocked_ms for lap in measured]) - floor_blocked))
+
+
+def _add_events(row: Row, entry: Entry, warmup: int, target: Target | None) -> None:
+    every = [event for worker in entry.events for event in worker]
+    wire = _wire_turns(entry.events, warmup) or _wire_turns(entry.events, 0)
+    if steps := sum(event.steps for event in wire):
+        row.wire_bytes_per_step = _tidy(sum(event.sent for event in wire) / steps)
+    barriers = [event.ms for event in every if isinstance(event, Barrier)]
+    if barriers and entry.workers > 1:
+        row.barrier_ms_p50, row.barrier_ms_p99 = (_tidy(float(np.percentile(barriers, q))) for q in (50, 99))
+    if loss := progress(entry.events, "loss"):
+        row.loss = _tidy(loss[-1].value)
+    if accuracy := progress(entry.events, "accuracy"):
+        row.accuracy = _tidy(accuracy[-1].value)
+    if target is not None and (seconds := reached_s(entry.events, target)) is not None:
+        row.target_s = _tidy(seconds)
+    if peaks := [event.peak_rss_mb for event in every if isinstance(event, Bye)]:
+        row.peak_rss_mb = _tidy(max(peaks))
+
+
+def _wire_turns(events: Events, warmup: int) -> list[Wire]:
+    """The counters of the turns that began after the warm-up: some methods send everything in their first steps."""
+    kept = []
+    for worker in events:
+        done = 0
+        for event in worker:
+            if isinstance(event, Wire):
+                if done >= warmup:
+                    kept.append(event)
+                done += event.steps
+    return kept
+
+
+def _add_ratios(scored: Sequence[Row]) -> None:
+    alone = next((row.samples_per_s for row in scored if row.method == SINGLE), None)
+    for row in scored:
+        if alone and row.samples_per_s is not None:
+            row.speedup = _tidy(row.samples_per_s / alone)
+            row.efficiency = _tidy(row.samples_per_s / alone / row.workers)
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed) if listed else 0.0
+
+
+def _tidy(value: float) -> float | None:
+    """JSON has no NaN; and nobody reads past the fourth decimal of a millisecond."""
+    return round(value, 4) if math.isfinite(value) else None

@@ -1,0 +1,175 @@
+"""What a person sees: one line for each contender while the race runs, and the table at its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from paceline.race import score
+from paceline.race.course import Contender, Rules
+from paceline.race.network import Network
+from paceline.race.score import FLOOR, SINGLE, Row, Target
+
+_QUIET_S = 10.0  # without a terminal: how often a line says that the race is alive
+_COLOURS = {"starting": "dim", "waiting": "", "running": "bold cyan", "finished": "green", "out": "red"}
+
+
+class Progress:
+    """Call it with a contender whenever something about it has changed."""
+
+    def __init__(self, console: Console, contenders: Sequence[Contender], rules: Rules) -> None:
+        self.console, self.contenders, self.rules = console, contenders, rules
+        self._live = (
+            Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
+        )
+        self._said = time.monotonic()
+        self._seen: dict[str, tuple[str, ...]] = {}  # recomputed only for the contender that has changed
+
+    def __enter__(self) -> Progress:
+        for contender in self.contenders:
+            self._seen[contender.method] = self._columns(contender)
+        if self._live is not None:
+            self._live.__enter__()
+            self._live.update(self._table())
+        else:
+            names = ", ".join(contender.method for contender in self.contenders)
+            self.console.print(f"starting {names}", highlight=False, soft_wrap=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.__exit__(kind, error, at)
+
+    def __call__(self, contender: Contender) -> None:
+        self._seen[contender.method] = columns = self._columns(contender)
+        if self._live is not None:
+            self._live.update(self._table())
+            return
+        over = contender.state in ("finished", "out")
+        if over or (contender.state == "waiting" and time.monotonic() - self._said > _QUIET_S):
+            self._said = time.monotonic()
+            self.console.print("  ".join(word for word in columns if word), highlight=False, markup=False)
+
+    def _table(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        for _ in range(4):
+            table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True, overflow="ellipsis")
+        for contender in self.contenders:
+            table.add_row(
+                *(Text(word) for word in self._seen[contender.method]), style=_COLOURS[contender.state]
+            )
+        return table
+
+    def _columns(self, contender: Contender) -> tuple[str, ...]:
+        """method, steps, milliseconds, loss, state or reason."""
+        events = contender.group.events if contender.group else []
+        laps = score.laps(events, self.rules.warmup)
+        loss = score.progress(events, "loss")
+        reason = first_line(contender.error or "")
+        return (
+            contender.method,
+            f"{contender.counted}/{self.rules.steps} steps",
+            f"{np.median([lap.ms for lap in laps]):.1f} ms" if laps else "",
+            f"loss {loss[-1].value:.3f}" if loss else "",
+            f"out: {reason}" if contender.state == "out" and reason else contender.state,
+        )
+
+
+def first_line(text: str) -> str:
+    return text.partition("\n")[0]
+
+
+def in_order(rows: Sequence[Row]) -> list[Row]:
+    """The fastest first; what was not measured last."""
+    return sorted(
+        rows, key=lambda row: row.step_ms_median if row.step_ms_median is not None else float("inf")
+    )
+
+
+def bytes_column(rows: Sequence[Row]) -> str:
+    """One meaning for the whole column: the interface's counters where all have them, else our own payload."""
+    raced = [row for row in rows if row.workers > 1 and row.step_ms_median is not None]
+    known = bool(raced) and all(row.wire_bytes_per_step is not None for row in raced)
+    return "wire_bytes_per_step" if known else "sent_bytes_per_step"
+
+
+def cells(row: Row, column: str, target: Target | None) -> list[str]:
+    """A row's values as the table and the page show them."""
+    sent = getattr(row, column)
+    quality = [
+        f"{row.loss:.3f}" if row.loss is not None else "",
+        f"{row.accuracy:.1%}" if row.accuracy is not None else "",
+    ]
+    words = [
+        row.method,
+        _number(row.step_ms_median, ".1f"),
+        _number(row.samples_per_s, ".0f"),
+        _number(row.speedup, ".2f"),
+        _number(sent / 1e6 if sent is not None else None, ".3f"),
+        _number(row.exposed_comm_ms, ".1f"),
+        " / ".join(word for word in quality if word) or "–",
+    ]
+    return [*words, _number(row.target_s, ".1f")] if target else words
+
+
+def headings(target: Target | None) -> list[str]:
+    words = ["method", "step ms", "samples/s", "speedup", "MB/step", "exposed ms", "loss / accuracy"]
+    return [*words, "target s"] if target else words
+
+
+def table(rows: Sequence[Row], target: Target | None) -> Table:
+    """Fits 80 columns."""
+    out = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for i, word in enumerate(headings(target)):
+        # Two-line headings keep the columns as narrow as their numbers.
+        out.add_column(
+            word.replace(" ", "\n", 1) if i != 6 else "loss /\naccuracy",
+            justify="left" if i == 0 else "right",
+        )
+    column = bytes_column(rows)
+    for row in in_order(rows):
+        style = "red" if row.error else "dim" if row.method in (SINGLE, FLOOR) else ""
+        out.add_row(*(Text(word) for word in cells(row, column, target)), style=style)
+    return out
+
+
+def notes(rows: Sequence[Row], network: Network, target: Target | None) -> list[str]:
+    """What has to be known to read the table."""
+    names = {row.method for row in rows}
+    where = {
+        "lab": f"link: {network.label} for each of {network.hosts} hosts in the network lab, real TCP",
+        "emulated": f"link: {network.label}, by pacing each connection, because {network.why_emulated}",
+        "none": "link: unlimited, this machine's loopback",
+    }
+    lines = [where[network.kind]]
+    if SINGLE in names:
+        lines.append("single: one worker with the whole batch; speedup is samples/s over its samples/s")
+    if FLOOR in names:
+        lines.append("floor: no communication at all, so no common model; exposed: how much longer than the")
+        lines[-1] += " floor a worker waits in a step"
+    if any(name.startswith("torch:") for name in names):
+        lines.append("torch:...: what PyTorch itself ships")
+    if bytes_column(rows) == "wire_bytes_per_step":
+        lines.append("MB/step: what a worker sends, by its network interface, headers and all")
+    else:
+        lines.append("MB/step: a worker's payload; not known for peers")
+    lines.append("step ms is the median; samples/s and exposed are means, so rare communication counts")
+    if target:
+        lines.append(f"target s: the job's own seconds until {target}")
+    lines += [f"{row.method} is out: {first_line(row.error)}" for row in rows if row.error]
+    return lines
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)

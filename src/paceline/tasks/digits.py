@@ -1,0 +1,53 @@
+"""A small perceptron on scikit-learn's 1 797 handwritten digits: a whole run in seconds, for quick tests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+from paceline.errors import DataError
+from paceline.tasks.loop import accuracy, arguments, batches, show
+
+
+def digits() -> tuple[TensorDataset, Tensor, Tensor]:
+    """(training set, test images, test labels): every fifth digit is for testing."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise DataError(
+            "the task `digits` needs scikit-learn, which is not installed",
+            why="the images come with that package",
+            do="pip install 'paceline[tasks]'",
+        ) from None
+    data = load_digits()
+    x, y = torch.tensor(data.data, dtype=torch.float32) / 16, torch.tensor(data.target)
+    test = torch.arange(len(y)) % 5 == 4
+    return TensorDataset(x[~test], y[~test]), x[test], y[test]
+
+
+def main() -> None:
+    args = arguments(__doc__, steps=200, batch=64, eval_every=20)
+    torch.manual_seed(args.seed)
+    train, x_test, y_test = digits()
+    model: nn.Module = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader = DataLoader(train, batch_size=args.batch, shuffle=True, drop_last=True)
+    model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+    for step, (x, y) in batches(loader, args.steps):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        paceline.log(loss=loss.item())
+        if step % args.eval_every == 0:
+            with paceline.untimed():
+                right = accuracy(model, x_test, y_test)
+                show(step, loss=loss.item(), accuracy=right)
+            paceline.log(accuracy=right)
+
+
+if __name__ == "__main__":
+    main()

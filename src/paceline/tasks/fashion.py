@@ -1,0 +1,94 @@
+"""A perceptron on Fashion-MNIST: 60 000 images of clothes, three million weights, so the link matters."""
+
+from __future__ import annotations
+
+import gzip
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+from paceline.errors import DataError
+from paceline.tasks.loop import accuracy, arguments, batches, show
+
+PACKAGED = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package puts them
+
+
+def read_idx(path: Path) -> Tensor:
+    """A gzipped IDX file of unsigned bytes: 0, 0, type, rank, then each extent as a big-endian 32-bit number."""
+    try:
+        with gzip.open(path) as file:
+            raw = file.read()
+        rank = raw[3]
+        shape = np.frombuffer(raw, ">u4", rank, offset=4).astype(int)
+        if raw[:3] != b"\0\0\x08" or len(raw) != 4 + 4 * rank + shape.prod():
+            raise ValueError(f"starts with {raw[:4].hex()} and has {len(raw)} bytes")
+        return torch.from_numpy(np.frombuffer(raw, np.uint8, offset=4 + 4 * rank).reshape(shape).copy())
+    except (OSError, EOFError, ValueError, IndexError) as error:
+        raise DataError(
+            f"{path} is not a gzipped IDX file",
+            why=str(error),
+            do="get it again: the Debian package `dataset-fashion-mnist` has a good copy",
+        ) from None
+
+
+def images(folder: Path, part: str) -> TensorDataset:
+    """`part` is train or t10k. Pixels are shifted and scaled to mean zero and variance one."""
+    pixels, labels = (folder / f"{part}-{kind}-ubyte.gz" for kind in ("images-idx3", "labels-idx1"))
+    x, y = read_idx(pixels), read_idx(labels).long()
+    if x.shape != (len(y), 28, 28):
+        raise DataError(f"{pixels.name} has shape {tuple(x.shape)}, but there are {len(y)} labels")
+    return TensorDataset((x.flatten(1) / 255 - 0.286) / 0.353, y)
+
+
+def find(asked: str | None) -> Path:
+    """The folder of the four files: as asked for, else $PACELINE_DATA, else where Debian puts it."""
+    folder = Path(asked or os.environ.get("PACELINE_DATA") or PACKAGED)
+    if not (folder / "train-images-idx3-ubyte.gz").is_file():
+        raise DataError(
+            f"Fashion-MNIST is not in {folder}",
+            why="there is no train-images-idx3-ubyte.gz, and nothing is downloaded at run time",
+            do="install the Debian package `dataset-fashion-mnist`, or give the folder with --data or $PACELINE_DATA",
+        )
+    return folder
+
+
+def network() -> nn.Module:
+    wide = 1024
+    return nn.Sequential(
+        nn.Linear(784, wide), nn.ReLU(),
+        nn.Linear(wide, wide), nn.ReLU(),
+        nn.Linear(wide, wide), nn.ReLU(),
+        nn.Linear(wide, 10),
+    )  # fmt: skip
+
+
+def main() -> None:
+    args = arguments(__doc__, steps=500, batch=256, eval_every=20, data=True)
+    torch.manual_seed(args.seed)
+    folder = find(args.data)
+    train, test = images(folder, "train"), images(folder, "t10k")
+    model = network()
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    loader = DataLoader(train, batch_size=args.batch, shuffle=True, drop_last=True)
+    model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+    for step, (x, y) in batches(loader, args.steps):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        paceline.log(loss=loss.item())
+        if step % args.eval_every == 0:
+            with paceline.untimed():
+                right = accuracy(model, *test.tensors)
+                show(step, loss=loss.item(), accuracy=right)
+            paceline.log(accuracy=right)
+
+
+if __name__ == "__main__":
+    main()

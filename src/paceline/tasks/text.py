@@ -1,0 +1,149 @@
+"""A byte-level GPT that learns Python's own standard library: real text of several megabytes, on every machine."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+import paceline
+from paceline.errors import DataError
+from paceline.tasks.loop import arguments, batches, mine, over_workers, show
+
+CONTEXT = 128
+BYTES = 256
+MOST = 8_000_000  # of text: more would take longer to read than it adds to a short run
+HELD_OUT_EVERY = 20  # one file in twenty, 5 %
+EVALUATED = 64  # held-out windows, always the same ones
+
+# Not the language's own library, or so uneven (generated tables, copies of each other) that it teaches nothing else.
+_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+
+def library() -> list[Path]:
+    """The standard library's sources, in an order that does not depend on the file system."""
+    root = Path(sysconfig.get_path("stdlib"))
+    inside = (path.relative_to(root) for path in root.rglob("*.py"))
+    return [root / path for path in sorted(inside, key=Path.as_posix) if _SKIPPED.isdisjoint(path.parts)]
+
+
+def corpus(most: int = MOST) -> tuple[Tensor, Tensor]:
+    """(training bytes, held-out bytes), split by file so that no held-out function was seen in part."""
+    train, held_out = bytearray(), bytearray()
+    for i, path in enumerate(library()):
+        try:
+            (held_out if i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 else train).extend(path.read_bytes())
+        except OSError:
+            continue  # a dangling link or a file of another user: the rest is text enough
+        if len(train) + len(held_out) >= most:
+            break
+    if min(len(train), len(held_out)) < EVALUATED * (CONTEXT + 1):
+        raise DataError(
+            f"the standard library has only {len(train) + len(held_out)} bytes of source",
+            why="this Python came without its .py files (a frozen or stripped build)",
+            do="use a full Python, or another task: `fashion` or `digits`",
+        )
+    return torch.frombuffer(train, dtype=torch.uint8), torch.frombuffer(held_out, dtype=torch.uint8)
+
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Text cut into stretches of CONTEXT bytes; the target is the same stretch, one byte on."""
+
+    def __init__(self, text: Tensor) -> None:
+        self.text = text
+
+    def __len__(self) -> int:
+        return (len(self.text) - 1) // CONTEXT
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        stretch = self.text[i * CONTEXT : (i + 1) * CONTEXT + 1].long()
+        return stretch[:-1], stretch[1:]
+
+
+class Block(nn.Module):
+    """Attention and a two-layer perceptron, each behind a norm and around a residual path."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        split = self.qkv(self.norm_1(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = split.permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class GPT(nn.Module):
+    """1.85 million parameters: small enough for a step in a tenth of a second, large enough to load a link."""
+
+    def __init__(self, layers: int = 4, width: int = 192, heads: int = 6) -> None:
+        super().__init__()
+        self.byte, self.place = nn.Embedding(BYTES, width), nn.Embedding(CONTEXT, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, BYTES, bias=False)
+        self.head.weight = self.byte.weight
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                # The residual path adds 2·layers outputs: smaller ones there keep its variance at one (GPT-2).
+                onto_path = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(weight, std=0.02 / (2 * layers) ** 0.5 if onto_path else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.byte(x) + self.place(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            h = block(h)
+        logits: Tensor = self.head(self.norm(h))
+        return logits
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, windows: Windows) -> tuple[float, float]:
+    """(loss, share of bytes guessed right) over the same held-out windows every time, shared out over the workers."""
+    spread = len(windows) // EVALUATED  # from all over the held-out files, not from the first of them
+    x, y = (torch.stack(part) for part in zip(*(windows[i * spread] for i in mine(EVALUATED)), strict=True))
+    model.eval()
+    logits = model(x)
+    model.train()
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum").item()
+    right = (logits.argmax(-1) == y).sum().item()
+    mean_loss, accuracy = over_workers(loss, right, count=y.numel())
+    return mean_loss, accuracy
+
+
+def main() -> None:
+    args = arguments(__doc__, steps=200, batch=16, eval_every=50)
+    torch.manual_seed(args.seed)
+    text, held_out = corpus()
+    windows = Windows(held_out)
+    model: nn.Module = GPT()
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = DataLoader(Windows(text), batch_size=args.batch, shuffle=True, drop_last=True)
+    model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+    for step, (x, y) in batches(loader, args.steps):
+        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        paceline.log(loss=loss.item())
+        if step % args.eval_every == 0:
+            with paceline.untimed():
+                eval_loss, accuracy = evaluate(model, windows)
+                show(step, loss=loss.item(), eval_loss=eval_loss, accuracy=accuracy)
+            paceline.log(eval_loss=eval_loss, accuracy=accuracy)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Workers as threads of one process: a Comm for tests and for learning, with the same order, checks and byte counts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm import Op, differ, payload, signature
+from paceline.errors import DeadlineError, PeerError
+
+
+class Room:
+    """Where the threads of one world meet. Operation n of every worker belongs together."""
+
+    def __init__(self, world: int, deadline_s: float = 30.0) -> None:
+        self.world, self.deadline_s = world, deadline_s
+        self.changed = threading.Condition()
+        self.posts: dict[Any, dict[int, tuple[str, Any]]] = {}
+        self.error: Exception | None = None
+
+    def post(self, key: Any, rank: int, text: str, value: Any) -> None:
+        with self.changed:
+            self.posts.setdefault(key, {})[rank] = (text, value)
+            self.changed.notify_all()
+
+    def meet(self, key: Any, what: str) -> list[Any]:
+        """Everyone's value for this key, in rank order; an error where the texts differ or somebody failed."""
+        with self.changed:
+            here = lambda: self.error or len(self.posts[key]) == self.world  # noqa: E731
+            if not self.changed.wait_for(here, self.deadline_s):
+                missing = sorted(set(range(self.world)) - set(self.posts[key]))
+                raise DeadlineError(f"{what}: workers {missing} did not come within {self.deadline_s:g} s")
+            if self.error:
+                raise PeerError("another worker failed", why=str(self.error))
+            posts = self.posts[key]
+        differ(what, [posts[r][0] for r in range(self.world)])
+        return [posts[r][1] for r in range(self.world)]
+
+    def fail(self, error: Exception) -> None:
+        with self.changed:
+            self.error = self.error or error
+            self.changed.notify_all()
+
+
+class ThreadComm:
+    """A worker that is a thread. Results are computed in rank order, so they are bitwise equal everywhere."""
+
+    def __init__(self, room: Room, rank: int, name: str = "") -> None:
+        self.room, self.rank, self.world, self.name = room, rank, room.world, name
+        self.sent = self.ops = 0
+
+    def mean(self, x: Tensor) -> Op:
+        return self._op("mean", x, lambda all_: x.copy_(_total(all_) / self.world), 2 * (self.world - 1) / self.world)
+
+    def sum(self, x: Tensor) -> Op:
+        return self._op("sum", x, lambda all_: x.copy_(_total(all_)), 2 * (self.world - 1) / self.world)
+
+    def gather(self, x: Tensor) -> Op:
+        return self._op("gather", x, torch.stack, self.world - 1)
+
+    def scatter_mean(self, x: Tensor) -> Op:
+        def mine(all_: list[Tensor]) -> Tensor:
+            return (_total(all_) / self.world).view(self.world, -1)[self.rank]
+
+        return self._op("scatter_mean", x, mine, (self.world - 1) / self.world)
+
+    def alltoall(self, x: Tensor) -> Op:
+        return self._op(
+            "alltoall", x, lambda all_: torch.stack([r[self.rank] for r in all_]), (self.world - 1) / self.world
+        )
+
+    def swap(self, x: Tensor, peer: int) -> Op:
+        return self._op("swap", x, lambda all_: all_[peer], 1)
+
+    def broadcast(self, x: Tensor, root: int = 0) -> Op:
+        return self._op("broadcast", x, lambda all_: x.copy_(all_[root]), self.rank == root)
+
+    def agree(self, what: str, text: str) -> None:
+        key = (self.name, "agree", what)
+        self.room.post(key, self.rank, text, None)
+        self.room.meet(key, what)
+
+    def _op(self, op: str, x: Tensor, result: Callable[[list[Tensor]], Tensor], share: float) -> Op:
+        key = (self.name, self.ops)
+        self.sent += round(payload(x) * share)
+        self.ops += 1
+        self.room.post(key, self.rank, signature(op, x), x.detach().clone())
+        return Op(lambda: result(self.room.meet(key, f"operation {key[1]} of lane {self.name}")))
+
+
+def _total(all_: list[Tensor]) -> Tensor:
+    total = all_[0].clone()
+    for x in all_[1:]:
+        total += x
+    return total

@@ -1,0 +1,462 @@
+"""Engine laws: N workers are one worker with the whole batch, whatever the loop around them does."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from laws_table import WORLDS
+from rig import Rig, adamw, alone, built, data, mlp, sgd, train, weights
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import threads
+from paceline.errors import MismatchError, NonFiniteError
+
+
+def close(a, b, tol=2e-6):
+    torch.testing.assert_close(a, b, rtol=tol, atol=tol)
+
+
+def same(results):
+    assert all(torch.equal(r, results[0]) for r in results), "replicas differ"
+    return results[0]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+@pytest.mark.parametrize("size", [12, 7])  # 7 does not divide: the mean is over samples, not over workers
+def test_n_workers_equal_one(world, optimizer, size):
+    batches = data(20, size)
+    close(same(train(world, batches, optimizer)), alone(batches, optimizer))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_worker_without_samples_counts_nothing(world):
+    batches = data(6, size=2)  # with three workers and more, some take none
+    close(same(train(world, batches)), alone(batches))
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_half_stays_near_and_agrees(dtype):
+    batches = data(20)
+    close(same(train(3, batches, spec="half", knobs={"dtype": dtype})), alone(batches), tol=5e-2)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("n", [2, 3])
+def test_accumulate_equals_the_large_batch(world, n):
+    """The plain loop with accumulate=N; the last window is partial and counts right."""
+    batches = data(7, size=6)
+    large = [
+        (torch.cat([x for x, _ in batches[i : i + n]]), torch.cat([y for _, y in batches[i : i + n]]))
+        for i in range(0, 7, n)
+    ]
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        r = Rig(comm, model, opt, accumulate=n)
+        for i, (x, y) in enumerate(batches):
+            x, y = r.take(x, y, last=i == 6)
+            cross_entropy(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e9)  # looks at every window once, and never at half of one
+            opt.step()
+            opt.zero_grad()
+        return weights(model), r.engine.ex.step, comm.ops
+
+    results = threads.run(world, work)
+    close(same([r[0] for r in results]), alone(large))
+    assert results[0][1] == len(large)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_hold_equals_the_large_batch_with_unequal_parts(world):
+    parts = [data(1, size)[0] for size in (8, 3, 5)]
+    large = [(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))] * 3
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        r = Rig(comm, model, opt)
+        sent = []
+        for _ in range(3):
+            for x, y in parts[:2]:
+                x, y = r.take(x, y)
+                with r.engine.hold():
+                    cross_entropy(model(x), y).backward()
+            sent.append(comm.sent)
+            x, y = r.take(*parts[2])
+            cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+        assert sent[0] == 0, "something was sent inside the block"
+        return weights(model)
+
+    close(same(threads.run(world, work)), alone(large))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_everything_held_back_is_exchanged_at_step(world):
+    batches = data(4)
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        r = Rig(comm, model, opt)
+        for x, y in batches:
+            x, y = r.take(x, y)
+            with r.engine.hold():
+                cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+        return weights(model)
+
+    close(same(threads.run(world, work)), alone(batches))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_several_backwards_before_a_step(world):
+    """As in DDP: gradients add up, the user divides."""
+    batches = data(6)
+
+    def loop(model, opt, take):
+        for (x1, y1), (x2, y2) in zip(batches[::2], batches[1::2], strict=True):
+            x1, y1 = take(x1, y1)
+            (cross_entropy(model(x1), y1) / 2).backward()
+            x2, y2 = take(x2, y2)
+            (cross_entropy(model(x2), y2) / 2).backward()
+            opt.step()
+            opt.zero_grad()
+        return weights(model)
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        return loop(model, opt, Rig(comm, model, opt).take)
+
+    model = mlp()
+    close(same(threads.run(world, work)), loop(model, sgd(model), lambda *t: t))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_p_grad_is_the_agreed_mean_when_backward_returns(world):
+    (x, y) = data(1)[0]
+    model = mlp()
+    cross_entropy(model(x), y).backward()
+    want = [p.grad for p in model.parameters()]
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        r = Rig(comm, model, opt)
+        mine = r.take(x, y)
+        cross_entropy(model(mine[0]), mine[1]).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    for grads in threads.run(world, work):
+        for g, w in zip(grads, want, strict=True):
+            close(g, w)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("whose", ["optimizer", "model"])
+def test_zero_grad_of_every_kind(set_to_none, whose):
+    batches = data(6)
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        r = Rig(comm, model, opt)
+        for x, y in batches:
+            x, y = r.take(x, y)
+            cross_entropy(model(x), y).backward()
+            opt.step()
+            (opt if whose == "optimizer" else model).zero_grad(set_to_none=set_to_none)
+        return weights(model)
+
+    close(same(threads.run(2, work)), alone(batches))
+
+
+class Branches(nn.Module):
+    """Uses one of two branches; a third is never used; two layers share a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.never = nn.Linear(6, 3), nn.Linear(6, 3), nn.Linear(6, 3)
+        self.tied = nn.Linear(6, 3)
+        self.tied.weight = self.a.weight
+        self.scale = nn.Parameter(torch.tensor(1.0))  # 0-dim
+
+    def forward(self, x, which):
+        out = (self.a(x) if which == 0 else self.b(x)) + self.tied(x)
+        return out * self.scale
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_unused_parameters_that_differ_per_worker(world):
+    """No hang; what nobody used keeps no gradient; what somebody used is the mean with zeros."""
+    x, y = data(1, size=6 * world)[0]
+
+    build = built(Branches)
+
+    def work(comm):
+        model = build()
+        opt = adamw(model)
+        r = Rig(comm, model, opt)
+        for _ in range(3):
+            mine = r.take(x, y)
+            cross_entropy(model(mine[0], comm.rank % 2), mine[1]).backward()
+            assert model.never.weight.grad is None
+            opt.step()
+            opt.zero_grad()
+        return weights(model)
+
+    model = build()
+    opt = adamw(model)
+    for _ in range(3):
+        parts = [cross_entropy(model(x[6 * r : 6 * r + 6], r % 2), y[6 * r : 6 * r + 6]) / world for r in range(world)]
+        sum(parts).backward()
+        opt.step()
+        opt.zero_grad()
+    close(same(threads.run(world, work)), weights(model))
+
+
+def test_a_worker_whose_loss_touches_nothing_of_an_optimizer_joins_at_step():
+    x, y = data(1, size=8)[0]
+
+    def work(comm):
+        model = nn.ModuleList([mlp(0), mlp(1)])
+        opts = [sgd(model[0]), sgd(model[1])]
+        pack = []
+        lanes = [type(comm)(comm.room, comm.rank, f"o{i}") for i in range(2)]
+        rigs = [Rig(lanes[i], model[i], opts[i], pack=pack) for i in range(2)]
+        for r in rigs:
+            mine = r.take(x, y)
+        used = model[0](mine[0]) if comm.rank == 0 else model[0](mine[0]) + model[1](mine[0])
+        cross_entropy(used, mine[1]).backward()
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+        return weights(model)
+
+    same(threads.run(2, work))
+
+
+def test_frozen_and_thawed_on_the_way():
+    batches = data(9)
+
+    def loop(model, opt, take):
+        for i, (x, y) in enumerate(batches):
+            model[0].requires_grad_(i not in (3, 4, 5))
+            x, y = take(x, y)
+            cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+        return weights(model)
+
+    def start():
+        model = mlp()
+        model[2].requires_grad_(False)  # frozen at the start: no bytes for it
+        return model, sgd(model)
+
+    def thaw_later(model, opt, take):
+        loop(model, opt, take)
+        model[2].requires_grad_(True)
+        return loop(model, opt, take)
+
+    def work(comm):
+        model, opt = start()
+        return thaw_later(model, opt, Rig(comm, model, opt).take)
+
+    model, opt = start()
+    close(same(threads.run(3, work)), thaw_later(model, opt, lambda *t: t))
+
+
+def test_frozen_on_one_worker_only_is_named():
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        r = Rig(comm, model, opt)
+        (x, y) = data(1)[0]
+        for i in range(2):
+            if i == 1:
+                model[0].requires_grad_(comm.rank == 1 and False)
+                if comm.rank == 1:
+                    model[4].requires_grad_(False)
+            mine = r.take(x, y)
+            cross_entropy(model(mine[0]), mine[1]).backward()
+            opt.step()
+            opt.zero_grad()
+
+    with pytest.raises(MismatchError, match=r"trainable parameters at step 1.*worker"):
+        threads.run(2, work)
+
+
+def test_batchnorm_statistics_agree_after_every_step():
+    build = built(lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)))
+
+    def work(comm):
+        model = build()
+        opt = sgd(model)
+        r = Rig(comm, model, opt)
+        for x, y in data(4):
+            mine = r.take(x, y)
+            cross_entropy(model(mine[0]), mine[1]).backward()
+            opt.step()
+            opt.zero_grad()
+        return torch.cat([model[1].running_mean, model[1].running_var])
+
+    same(threads.run(3, work))
+
+
+class Odd(nn.Module):
+    """Sparse, complex, float64 and bf16 parameters in one model."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(20, 4, sparse=True)
+        self.phase = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        self.wide = nn.Parameter(torch.randn(4, dtype=torch.float64))
+        self.narrow = nn.Parameter(torch.randn(4).bfloat16())
+
+    def forward(self, i):
+        h = self.words(i).mean(1) * self.phase
+        return (h.abs() * self.narrow.float()).double() * self.wide
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_odd_dtypes_and_sparse_gradients(world):
+    g = torch.Generator().manual_seed(0)
+    index = torch.randint(0, 20, (6, 5), generator=g)
+
+    build = built(Odd)
+
+    def work(comm):
+        model = build()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        r = Rig(comm, model, opt)
+        for _ in range(3):
+            (mine,) = r.take(index)
+            model(mine).square().mean().backward()
+            assert model.words.weight.grad.is_sparse
+            opt.step()
+            opt.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    model = build()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(index).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    for result in threads.run(world, work):
+        for got, want in zip(result, model.parameters(), strict=True):
+            close(
+                torch.view_as_real(got) if got.is_complex() else got,
+                torch.view_as_real(want.detach()) if want.is_complex() else want.detach(),
+                tol=2e-2 if got.dtype == torch.bfloat16 else 1e-5,
+            )
+
+
+@pytest.mark.parametrize("where", [0, 2])
+def test_a_nan_on_one_worker_skips_the_step_on_all_and_names_it(where):
+    batches = data(5)
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        r = Rig(comm, model, opt)
+        for i, (x, y) in enumerate(batches):
+            x, y = r.take(x, y)
+            if i == 2 and comm.rank == where:
+                x = x * float("nan")
+            cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+        return weights(model), r.engine.ex.step
+
+    with pytest.warns(UserWarning, match=f"step 2 is skipped on all workers: the gradient of worker {where} "):
+        results = threads.run(3, work)
+    close(same([r[0] for r in results]), alone(batches[:2] + batches[3:]))
+    assert results[0][1] == 4
+
+
+def test_guard_raise_and_patience():
+    def work(guard, steps):
+        def run(comm):
+            model = mlp()
+            opt = sgd(model)
+            r = Rig(comm, model, opt, guard=guard)
+            for x, y in data(steps):
+                x, y = r.take(x * float("inf"), y)
+                cross_entropy(model(x), y).backward()
+                opt.step()
+                opt.zero_grad()
+
+        return run
+
+    with pytest.raises(NonFiniteError, match="worker"):
+        threads.run(2, work("raise", 1))
+    with pytest.warns(UserWarning), pytest.raises(NonFiniteError, match="20 in a row"):
+        threads.run(2, work("skip", 25))
+
+
+def test_one_backward_more_on_one_worker_is_named():
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        r = Rig(comm, model, opt)
+        x, y = data(1)[0]
+        mine = r.take(x, y)
+        for step in range(3):
+            for _ in range(2 if comm.rank == 1 and step == 1 else 1):
+                cross_entropy(model(mine[0]), mine[1]).backward()
+            opt.step()
+            opt.zero_grad()
+
+    with pytest.raises(MismatchError, match="worker . is at step"):
+        threads.run(2, work, deadline_s=3)
+
+
+def test_a_copy_of_the_model_is_free_of_the_engine():
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        r = Rig(comm, model, opt)
+        ema = copy.deepcopy(model)
+        x, y = data(1)[0]
+        cross_entropy(ema(x), y).backward()
+        assert comm.sent == 0
+        assert list(ema.state_dict()) == list(mlp().state_dict()) == list(model.state_dict())
+        return r is not None
+
+    threads.run(2, work)
+
+
+def test_learning_rate_schedulers_before_and_after(recwarn):
+    batches = data(6)
+
+    def loop(model, opt, take, late):
+        early = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5) if not late else None
+        rig = take(model, opt)
+        late_one = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5) if late else None
+        for x, y in batches:
+            x, y = rig(x, y)
+            cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+            (early or late_one).step()
+        return weights(model)
+
+    for late in (True, False):
+        model = mlp()
+        want = loop(model, sgd(model), lambda m, o: lambda *t: t, late)
+
+        def work(comm, late=late):
+            model = mlp()
+            return loop(model, sgd(model), lambda m, o: Rig(comm, m, o).take, late)
+
+        close(same(threads.run(2, work)), want)
+    assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]

@@ -1,0 +1,113 @@
+"""The laws of every registered reducer, from one table: worlds 1, 2, 3, 4, threads here and processes in test_processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from laws_table import BUCKETS, WORLDS, fresh, reducers, vector
+
+import threads
+from paceline.pipeline import Pipeline
+
+cases = [(name, knobs, world) for name, knobs in reducers() for world in WORLDS]
+
+
+def reduce(comm, reducer, b, x):
+    """Run one reducer's coroutine to its end, and take its leftover at once, as its users must."""
+    out = {}
+
+    async def run():
+        reduced = await reducer.mean(b, x, comm)
+        left = reduced.left()
+        out["mean"] = reduced.mean.clone()
+        out["left"] = torch.zeros_like(out["mean"]) if left is None else left.clone()
+
+    pipeline = Pipeline()
+    pipeline.start(run())
+    pipeline.drain()
+    return out["mean"], out["left"]
+
+
+@pytest.mark.parametrize(("name", "knobs", "world"), cases)
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_conservation_and_agreement(name, knobs, world, bucket):
+    """avg(x) == mean + avg(left), and the mean is bitwise equal on all workers."""
+
+    def work(comm):
+        reducer, b = fresh(name, knobs), bucket(comm.world)
+        x = vector(b, comm.rank)
+        mean, left = reduce(comm, reducer, b, x.clone())
+        return x, mean, left, reducer.tolerance
+
+    results = threads.run(world, work)
+    x, mean, left = (torch.stack([r[i] for r in results]).double() for i in range(3))
+    assert torch.equal(mean, mean[0].expand_as(mean)), "workers disagree"
+    scale = x.abs().max().clamp(min=1e-30)
+    error = (x.mean(0) - mean[0] - left.mean(0)).abs().max() / scale
+    assert error <= results[0][3], f"lost {error:.2e} of the gradient"
+
+
+@pytest.mark.parametrize(("name", "knobs", "world"), cases)
+def test_bytes(name, knobs, world):
+    """The formula is what Comm counted."""
+
+    def work(comm):
+        reducer, b = fresh(name, knobs), BUCKETS[0](comm.world)
+        reduce(comm, reducer, b, vector(b, comm.rank))
+        return comm.sent, reducer.sends(b.flat.numel(), b.flat.element_size(), comm.world)
+
+    for sent, formula in threads.run(world, work):
+        assert sent == formula
+
+
+@pytest.mark.parametrize(("name", "knobs", "world"), cases)
+def test_own_randomness(name, knobs, world):
+    """The global random stream is the user's: a reducer neither reads nor moves it."""
+
+    def work(comm):
+        reducer, b = fresh(name, knobs), BUCKETS[0](comm.world)
+        return reduce(comm, reducer, b, vector(b, comm.rank))[0]
+
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = threads.run(world, work)
+    assert torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(2)
+    second = threads.run(world, work)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(("name", "knobs", "world"), cases)
+def test_same_program(name, knobs, world):
+    """What is awaited does not depend on the values: zeros, tiny and huge ones make the same operations."""
+
+    def trace(fill):
+        def work(comm):
+            reducer, b = fresh(name, knobs), BUCKETS[0](comm.world)
+            x = vector(b, comm.rank) * (fill if comm.rank == 0 else 1.0)
+            mean, _ = reduce(comm, reducer, b, x)
+            assert mean.isfinite().all()
+            return comm.ops, comm.sent
+
+        return threads.run(world, work)
+
+    assert trace(0.0) == trace(1.0) == trace(1e30)
+
+
+@pytest.mark.parametrize(("name", "knobs", "world"), cases)
+def test_mine_is_my_slice_of_the_mean(name, knobs, world):
+    def work(comm):
+        b = BUCKETS[0](comm.world)
+        mean, _ = reduce(comm, fresh(name, knobs), b, vector(b, comm.rank))
+        out = []
+
+        async def mine():
+            out.append((await fresh(name, knobs).mine(b, vector(b, comm.rank), comm)).mean)
+
+        pipeline = Pipeline()
+        pipeline.start(mine())
+        pipeline.drain()
+        return mean, out[0]
+
+    for rank, (mean, mine) in enumerate(threads.run(world, work)):
+        torch.testing.assert_close(mine, mean.view(world, -1)[rank], rtol=1e-5, atol=1e-6)

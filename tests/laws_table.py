@@ -1,0 +1,52 @@
+"""What the laws are checked on: every registered part with every choice of its knobs' alternatives, and some buckets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from paceline import registry
+from paceline.bucket import Bucket
+from paceline.knobs import choices, kinds
+
+WORLDS = (1, 2, 3, 4)
+
+
+def variants(cls: type) -> list[dict[str, Any]]:
+    """The defaults, and one variant for each further value of a knob with named choices."""
+    found: list[dict[str, Any]] = [{}]
+    for name, kind in kinds(cls).items():
+        found += [{name: value} for value in choices(kind)[1:]]
+    return found
+
+
+def parts(axis: str) -> list[tuple[str, dict[str, Any]]]:
+    return [(name, knobs) for name, cls in registry.parts(axis).items() for knobs in variants(cls)]
+
+
+def reducers() -> list[tuple[str, dict[str, Any]]]:
+    return parts("reducer")
+
+
+def fresh(name: str, knobs: dict[str, Any]) -> Any:
+    return registry.find(name)(**knobs)
+
+
+def _bucket(*shapes: tuple[int, ...]) -> Any:
+    def build(world: int) -> Bucket:
+        named = [(f"p{i}", torch.nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(shapes)]
+        return Bucket(0, named, world)
+
+    return build
+
+
+BUCKETS = [_bucket((17, 9), (33,), (4, 3, 2)), _bucket(()), _bucket((1,)), _bucket((128, 64), (7,))]
+
+
+def vector(b: Bucket, rank: int) -> torch.Tensor:
+    """This worker's gradients: different on every worker, padding zero."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    x = torch.zeros_like(b.flat)
+    x[: b.n] = torch.randn(b.n, generator=generator)
+    return x

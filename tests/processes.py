@@ -1,0 +1,99 @@
+"""Workers as real processes over gloo: run(world, fn) calls fn(rank) in each and gives an Outcome per worker.
+
+Processes are forked from a server that has torch imported, so a world of three costs a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "paceline.api"])
+
+
+@dataclass
+class Outcome:
+    """What became of one worker."""
+
+    value: Any = None
+    error: str = ""  # the class name of what it raised
+    message: str = ""
+    exitcode: int | None = None
+    trace: str = ""
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _worker(rank: int, env: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:
+    os.environ.update(env)
+    import torch
+
+    torch.set_num_threads(1)
+    outcome = Outcome()
+    try:
+        outcome.value = fn(rank, *args)
+    except SystemExit as error:
+        outcome.exitcode = int(error.code or 0)
+    except Exception as error:
+        outcome.error, outcome.message, outcome.trace = type(error).__name__, str(error), traceback.format_exc()
+        from paceline import api
+
+        if api._session is not None:  # what an uncaught exception does in a script
+            api._session.world.fail(error)
+    pipe.send(outcome)
+    from paceline import api
+
+    if api._session is not None:
+        api._session.world.leave()
+
+
+def run(
+    world: int, fn: Callable[..., Any], *args: Any, env: dict[str, str] | None = None, wait_s: float = 60
+) -> list[Outcome]:
+    port = str(free_port())
+    base = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    started = []
+    for rank in range(world):
+        here, there = _context.Pipe()
+        own = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})}
+        process = _context.Process(target=_worker, args=(rank, own, fn, args, there), daemon=True)
+        process.start()
+        there.close()
+        started.append((process, here))
+    outcomes = []
+    for process, here in started:
+        outcome = Outcome()
+        try:
+            if here.poll(wait_s):
+                outcome = here.recv()
+            else:
+                outcome = Outcome(error="Hang", message=f"no answer within {wait_s} s")
+        except EOFError:
+            outcome = Outcome(error="Died")
+        outcomes.append(outcome)
+    for (process, _), outcome in zip(started, outcomes, strict=True):
+        process.join(10)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        if outcome.exitcode is None:
+            outcome.exitcode = process.exitcode
+    return outcomes
+
+
+def values(outcomes: list[Outcome]) -> list[Any]:
+    """The results, or the first worker's failure as this test's."""
+    for rank, o in enumerate(outcomes):
+        assert not o.error, f"worker {rank}: {o.error}: {o.message}\n{o.trace}"
+    return [o.value for o in outcomes]

@@ -1,0 +1,142 @@
+"""A small training job on thread-workers, for engine tests: the same loop on any world, with any method."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import threads
+from paceline.api import Settings, Things, assemble
+from paceline.threadcomm import ThreadComm
+from paceline.engine import Engine
+from paceline.method import Method, method
+from paceline.telemetry import Recorder
+
+
+@dataclass
+class Share:
+    """A batch as the loader would describe it."""
+
+    weight: float
+    total: float
+    last: bool = False
+    indices: list[int] | None = None
+
+
+class Rig:
+    """One worker: a model, an optimizer and an engine over a ThreadComm."""
+
+    def __init__(
+        self,
+        comm: ThreadComm,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        spec: str | Method = "exact",
+        scaler: Any = None,
+        knobs: dict[str, Any] | None = None,
+        pack: list[Engine] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.comm, self.model, self.optimizer = comm, model, optimizer
+        things = Things.sort([model, optimizer, *([scaler] if scaler else [])])
+        self.recorder = Recorder(None, comm.rank)
+        settings.setdefault("bucket_mb", 0.0005)  # several buckets even in a tiny model
+        self.engine: Engine = assemble(
+            things,
+            optimizer,
+            method(spec, **(knobs or {})),
+            comm,
+            recorder=self.recorder,
+            settings=Settings(**settings),
+            pack=[] if pack is None else pack,
+        )
+
+    def shares(self, size: int) -> list[int]:
+        return self.engine.method.balance.shares([1.0] * self.comm.world, size)
+
+    def take(self, *tensors: Tensor, last: bool = False) -> list[Tensor]:
+        """This worker's slice of a global batch; the engine is told, as the loader does."""
+        sizes = self.shares(len(tensors[0]))
+        start = sum(sizes[: self.comm.rank])
+        mine = slice(start, start + sizes[self.comm.rank])
+        self.engine.batch = Share(sizes[self.comm.rank], len(tensors[0]), last)
+        if not sizes[self.comm.rank]:
+            return [t[:1] for t in tensors]
+        return [t[mine] for t in tensors]
+
+
+def built(make: Callable[[], nn.Module], seed: int = 0) -> Callable[[], nn.Module]:
+    """Models with equal weights on every call. Threads share the global random stream, so they copy one template."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        template = make()
+    return lambda: copy.deepcopy(template)
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+_mlps = [built(_mlp, seed) for seed in (0, 1)]
+
+
+def mlp(seed: int = 0) -> nn.Module:
+    return _mlps[seed]()
+
+
+def data(steps: int, size: int = 12, seed: int = 7) -> list[tuple[Tensor, Tensor]]:
+    g = torch.Generator().manual_seed(seed)
+    return [(torch.randn(size, 6, generator=g), torch.randint(0, 3, (size,), generator=g)) for _ in range(steps)]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def alone(
+    batches: list[tuple[Tensor, Tensor]], optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd
+) -> Tensor:
+    """The oracle: plain PyTorch, one process, the whole batch."""
+    model = mlp()
+    opt = optimizer(model)
+    for x, y in batches:
+        nn.functional.cross_entropy(model(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+    return weights(model)
+
+
+def train(
+    world: int,
+    batches: list[tuple[Tensor, Tensor]],
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+    **rig: Any,
+) -> list[Tensor]:
+    """The same loop on `world` thread-workers; the weights each ends with."""
+
+    def work(comm: ThreadComm) -> Tensor:
+        model = mlp()
+        opt = optimizer(model)
+        r = Rig(comm, model, opt, **rig)
+        for x, y in batches:
+            x, y = r.take(x, y)
+            nn.functional.cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+        return weights(model)
+
+    return threads.run(world, work)
