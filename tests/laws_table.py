@@ -1,4 +1,6 @@
-"""What the laws are checked on: every registered part with every choice of its knobs' alternatives, and some buckets."""
+"""What the laws are checked on: every registered part with every choice of its knobs' alternatives, and some
+buckets.
+"""
 
 from __future__ import annotations
 

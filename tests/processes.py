@@ -29,6 +29,15 @@ class Outcome:
     trace: str = ""
 
 
+def _through(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """Tensors travel as arrays: torch would share their memory with a process that is gone by then."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_through(v, kind, change) for v in value)
+    return value
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -50,7 +59,9 @@ def _worker(rank: int, env: dict[str, str], fn: Callable[..., Any], args: tuple[
         from paceline import api
 
         if api._session is not None:  # what an uncaught exception does in a script
+            api._session.world._code = 0
             api._session.world.fail(error)
+    outcome.value = _through(outcome.value, torch.Tensor, lambda t: t.detach().numpy())
     pipe.send(outcome)
     from paceline import api
 
@@ -67,12 +78,12 @@ def run(
     for rank in range(world):
         here, there = _context.Pipe()
         own = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})}
-        process = _context.Process(target=_worker, args=(rank, own, fn, args, there), daemon=True)
+        process = _context.Process(target=_worker, args=(rank, own, fn, args, there))
         process.start()
         there.close()
         started.append((process, here))
     outcomes = []
-    for process, here in started:
+    for _, here in started:
         outcome = Outcome()
         try:
             if here.poll(wait_s):
@@ -94,6 +105,9 @@ def run(
 
 def values(outcomes: list[Outcome]) -> list[Any]:
     """The results, or the first worker's failure as this test's."""
+    import numpy
+    import torch
+
     for rank, o in enumerate(outcomes):
         assert not o.error, f"worker {rank}: {o.error}: {o.message}\n{o.trace}"
-    return [o.value for o in outcomes]
+    return [_through(o.value, numpy.ndarray, torch.from_numpy) for o in outcomes]

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import threads
-from paceline.api import Settings, Things, assemble
-from paceline.threadcomm import ThreadComm
+from paceline.api import assemble
 from paceline.engine import Engine
 from paceline.method import Method, method
+from paceline.settings import Settings
 from paceline.telemetry import Recorder
+from paceline.things import Things
+from paceline.threadcomm import ThreadComm
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """The vectors: parameters cut into flat buckets, once, and never again.
 
-A bucket is what one exchange is about. It holds the gradients of some parameters back to back in one flat vector (`flat`),
-padded so that every worker can own an equal slice; after an exchange each `p.grad` is a view of it. Parameters are taken in
-reverse order of registration, which is about the order in which backward meets them.
+A bucket is what one exchange is about. It holds the gradients of some parameters back to back in one flat vector
+(`flat`), padded so that every worker can own an equal slice; after an exchange each `p.grad` is a view of it.
+Parameters are taken in reverse order of registration, which is about the order in which backward meets them.
 """
 
 from __future__ import annotations

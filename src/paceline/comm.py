@@ -1,12 +1,13 @@
 """The wire: the only file of the data path that knows torch.distributed.
 
-`DistComm` speaks gloo or NCCL between processes, `Alone` is a world of one; `ThreadComm` (threadcomm.py) lets workers be
-threads of one process. They count payload bytes alike, so what is counted in a test is what is sent in a run.
+`DistComm` speaks gloo or NCCL between processes, `Alone` is a world of one; `ThreadComm` (threadcomm.py) lets
+workers be threads of one process. They count payload bytes alike, so what is counted in a test is what is sent in a
+run.
 
-[Note: waiting] A blocked gloo collective can be woken by nothing but its own deadline, and its buffer may still be written
-to after that. So a wait is cut into slices: after each the board is looked at for the cause another worker left there,
-for a worker that is gone, and for workers that wait for different things. The fast path, an operation that ends within its first
-slice, costs nothing for this.
+[Note: waiting] A blocked gloo collective can be woken by nothing but its own deadline, and its buffer may still be
+written to after that. So a wait is cut into slices: after each the board is looked at for the cause another worker
+left there, for a worker that is gone, and for workers that wait for different things. The fast path, an operation
+that ends within its first slice, costs nothing for this.
 """
 
 from __future__ import annotations
@@ -150,12 +151,22 @@ class DistComm:
             try:
                 work.wait(datetime.timedelta(seconds=SLICE_S))
                 return
-            except RuntimeError as error:
+            except RuntimeError:
                 if work.is_completed():
-                    if work.is_success():
+                    failure = _failure(work)
+                    if failure is None:
                         return
-                    raise self.board.lost(label, error) from None
+                    raise self.board.lost(label, failure) from None
             self.board.pulse(self.name, number, label, time.monotonic() - began)
+
+
+def _failure(work: Any) -> Exception | None:
+    """Why a completed operation failed; None if it ended well between the time-out and the look at it."""
+    try:
+        work.wait()
+    except RuntimeError as real:
+        return real
+    return None
 
 
 class Alone:
@@ -182,7 +193,9 @@ class Alone:
 
 
 def differ(what: str, texts: list[str]) -> None:
-    """Raise the same MismatchError on every worker unless all texts are equal; the fewest are named as the odd ones."""
+    """Raise the same MismatchError on every worker unless all texts are equal; the fewest are named as the odd
+    ones.
+    """
     if len(set(texts)) == 1:
         return
     usual = max(texts, key=texts.count)

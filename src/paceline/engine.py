@@ -1,15 +1,17 @@
 """The step, as one straight block. It is handed parts and never asks what they are.
 
-backward fills buckets -> each leaves as the order says, while backward goes on -> the end of backward finishes what is under
-way, so p.grad is the agreed mean when `backward` returns -> at `step` everyone knows whether it counts -> parts commit, the
-optimizer steps, the layout publishes, the sync agrees.
+backward fills buckets -> each leaves as the order says, while backward goes on -> the end of backward finishes what
+is under way, so p.grad is the agreed mean when `backward` returns -> at `step` everyone knows whether it counts ->
+parts commit, the optimizer steps, the layout publishes, the sync agrees.
 
-[Note: weights] The mean is over samples, not over workers. With w_r of the T samples of a batch, worker r's gradient (of its
-own mean loss) enters as g_r * w_r * W / T, so the mean over W workers is sum(w_r g_r) / T. In a window of micro-batches with
-totals T_1, T_2, ... everything is weighed against T_1, and the sum is brought to scale once, by T_1 / (T_1 + T_2 + ...).
+[Note: weights] The mean is over samples, not over workers. With w_r of the T samples of a batch, worker r's
+gradient (of its own mean loss) enters as g_r * w_r * W / T, so the mean over W workers is sum(w_r g_r) / T. In a
+window of micro-batches with totals T_1, T_2, ... everything is weighed against T_1, and the sum is brought to scale
+once, by T_1 / (T_1 + T_2 + ...).
 
-[Note: ballot] Beside the gradients one small vector is summed: whose gradients are not finite, at which step each worker is,
-which parameters were used by anyone. It leaves with the last bucket, so it costs no round trip of its own.
+[Note: ballot] Beside the gradients one small vector is summed: whose gradients are not finite, at which step each
+worker is, which parameters were used by anyone. It leaves with the last bucket, so it costs no round trip of its
+own.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from paceline.exchange import Exchange
 from paceline.method import Method
 from paceline.parts import Comm, Event, Handle, Layout, Sync
 from paceline.pipeline import Pipeline
-from paceline.telemetry import Recorder, Skip
+from paceline.telemetry import Note, Recorder, Skip
 
 PATIENCE = 20  # steps in a row that may fail to count before training is given up
 
@@ -38,9 +40,12 @@ PATIENCE = 20  # steps in a row that may fail to count before training is given 
 class Batch(Protocol):
     """What the loader says of the batch in hand."""
 
-    weight: float
-    total: float
-    last: bool
+    @property
+    def weight(self) -> float: ...
+    @property
+    def total(self) -> float: ...
+    @property
+    def last(self) -> bool: ...
 
 
 class Engine:
@@ -75,6 +80,7 @@ class Engine:
         self._unsent: list[Bucket] = []
         self._norms: list[Tensor] = []
         self._under_way = self._sends = self._exchanged = False
+        self._told = False  # of unused parameters, once
         self._micro = self._backwards = self._sent = 0
         self._totals: list[float] = []  # of the window's batches
         self._ballot: Handle | None = None
@@ -186,6 +192,17 @@ class Engine:
         for b in self.buckets:
             b.bind(used[b.index])
         self._exchanged = True
+        if not self._told:
+            self._tell_unused(used)
+
+    def _tell_unused(self, used: list[list[bool]]) -> None:
+        self._told = True
+        names = [s.name for b in self.buckets for s, u in zip(b.slots, used[b.index], strict=True) if not u]
+        if names and self.comm.rank == 0:
+            shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+            text = f"{len(names)} parameters got no gradient on any worker and stay as they are: {shown}"
+            self.recorder.emit(Note(t=time.monotonic(), text=text))
+            warnings.warn(f"paceline: {text}", stacklevel=2)
 
     async def _agree_buffers(self, b: Bucket) -> None:
         tensors, views = [s.param for s in b.slots], [s.view for s in b.slots]
@@ -214,10 +231,19 @@ class Engine:
         mine = [[s.arrived for s in b.slots] for b in self.buckets]
         assert self._ballot is not None
         votes = self._ballot.wait()
+        self._poison(votes[: self.comm.world])
         if all(all(m) for m in mine) and votes.is_cuda:
             return mine  # reading the ballot would make the host wait for the device
         counts = iter(votes[2 * self.comm.world :].tolist())
         return [[next(counts) > 0 for _ in b.slots] for b in self.buckets]
+
+    def _poison(self, bad: Tensor) -> None:
+        """A reducer may hide an infinity of one worker; a loss scaler must see it on all. One element is enough."""
+        if "exact mean" in self.method.reducer.gives:
+            return
+        nan = torch.where(bad.sum() > 0, math.nan, 0.0)
+        for b in self.buckets:
+            b.flat[:1].add_(nan.to(b.flat.device))
 
     def _bad(self) -> list[int]:
         """Workers whose gradients are not finite."""

@@ -1,12 +1,19 @@
-"""What a Sync and a Layout see: means, without knowing how they are made."""
+"""What a Sync and a Layout see: means, without knowing how they are made.
+
+[Note: loss scale] A GradScaler multiplies the loss by a scale it changes as it goes. A part that keeps something of
+one step for a later one must not mix scales, so for such a method gradients are brought to their true size before
+they are reduced and back to scale after.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
 
 from torch import Tensor
 
 from paceline.bucket import Bucket
 from paceline.method import Method
-from paceline.parts import Comm
+from paceline.parts import KEEPS, Comm, Reduced
 
 
 class Exchange:
@@ -16,14 +23,22 @@ class Exchange:
         self.method, self.comm = method, comm
         self.step = 0  # agreed: the number of steps that have counted
         self.rank, self.world = comm.rank, comm.world
+        self.keeps = any(KEEPS in part.gives for part in method.parts())
+        self.loss_scale: Callable[[], Tensor | None] = lambda: None  # set where a GradScaler is known
 
     async def mean(self, b: Bucket, x: Tensor) -> Tensor:
         """The mean of x over the workers, as well as the reducer knows it. x may be overwritten."""
-        return (await self.method.reducer.mean(b, x, self.comm)).mean
+        return await self._unscaled(self.method.reducer.mean, b, x)
 
     async def mine(self, b: Bucket, x: Tensor) -> Tensor:
         """This worker's slice of the mean."""
-        return (await self.method.reducer.mine(b, x, self.comm)).mean
+        return await self._unscaled(self.method.reducer.mine, b, x)
+
+    async def _unscaled(self, reduce: Callable[..., Awaitable[Reduced]], b: Bucket, x: Tensor) -> Tensor:
+        scale = self.loss_scale() if self.keeps else None  # [Note: loss scale]
+        if scale is None:
+            return (await reduce(b, x, self.comm)).mean
+        return (await reduce(b, x.div_(scale), self.comm)).mean.mul_(scale)
 
     async def exact(self, x: Tensor) -> Tensor:
         """The mean itself, for what must not be compressed (buffers, norms)."""

@@ -1,10 +1,11 @@
 """The only place that touches autograd, module and optimizer hooks.
 
-The user's objects stay what they are: same model, same optimizer, same state_dict. Parameters get a hook that runs when their
-gradient is there, the optimizer's `step` and `zero_grad` go through the engine, the module tells when a forward begins.
+The user's objects stay what they are: same model, same optimizer, same state_dict. Parameters get a hook that runs
+when their gradient is there, the optimizer's `step` and `zero_grad` go through the engine, the module tells when a
+forward begins.
 
-Hooks are plain closures, not bound methods: `copy.deepcopy(model)` copies functions by reference, so a copy (an EMA model,
-say) does not drag a second engine behind it, and its calls are told from the original's by identity.
+Hooks are plain closures, not bound methods: `copy.deepcopy(model)` copies functions by reference, so a copy (an EMA
+model, say) does not drag a second engine behind it, and its calls are told from the original's by identity.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ def _wrap_optimizer(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     def paced_zero_grad(self: Any, set_to_none: bool = True) -> None:
         engine.zero_grad(lambda: zero_grad(set_to_none))
 
-    # Bound methods, because LR schedulers wrap `step` again through its __get__. One made before us has left its mark on
-    # `step` and looks for it.
+    # Bound methods, because LR schedulers wrap `step` again through its __get__. A scheduler made before us has left
+    # its mark on `step`, and looks for it.
     if hasattr(step, "_wrapped_by_lr_sched"):
         paced_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = types.MethodType(paced_step, optimizer)  # type: ignore[method-assign]
@@ -108,25 +109,26 @@ def _watch_forward(engine: Engine, model: torch.nn.Module, scaler: Any) -> None:
         if module is not model or not torch.is_grad_enabled():
             return
         engine.refresh()
-        if scaler is None and engine.accumulate > 1:
-            _need_scaler("accumulate", "a GradScaler would unscale half a window")
+        if scaler is None and (engine.accumulate > 1 or engine.ex.keeps):
+            _refuse_unknown_scaler("accumulate" if engine.accumulate > 1 else "this method")
 
     model.register_forward_pre_hook(before)
 
 
-def _need_scaler(what: str, why: str) -> None:
+def _refuse_unknown_scaler(what: str) -> None:
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
             raise UsageError(
                 f"{what} under fp16 autocast needs to know your GradScaler",
-                why=why,
-                do="pass it along: model, optimizer, loader, scaler = paceline.prepare(model, optimizer, loader, scaler)",
+                why="it holds gradients over several backwards, and the scaler changes their scale in between",
+                do="pass it along: model, optimizer, loader, scaler = prepare(model, optimizer, loader, scaler)",
             )
 
 
 def _wrap_scaler(engine: Engine, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
     """In the middle of a window there is nothing to unscale, to check or to step."""
     step, unscale, update = scaler.step, scaler.unscale_, scaler.update
+    engine.ex.loss_scale = lambda: scaler._scale
 
     def paced_step(opt: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         return opt.step() if opt is optimizer and engine.in_window else step(opt, *args, **kwargs)

@@ -52,7 +52,7 @@ def describe(cls: type[Part]) -> list[Knob]:
         Knob(
             name=f.name,
             kind="choice" if choices(types[f.name]) else getattr(types[f.name], "__name__", str(types[f.name])),
-            default=f.default if f.default is not dataclasses.MISSING else f.default_factory(),  # type: ignore[misc]
+            default=f.default_factory() if callable(f.default_factory) else f.default,
             effect=f.metadata.get("effect", ""),
             unit=f.metadata.get("unit", ""),
             range=_range(f, types[f.name]),

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
-import functools
 import importlib
 import ipaddress
 import json
@@ -79,7 +78,7 @@ class Site:
 
     @classmethod
     def among(cls, hosts: Sequence[str], port: int = PORT) -> Site:
-        """This host's place in a list that is the same on all of them. Found by its addresses and its name."""
+        """This host's place in a list that is the same on all of them, found by its addresses."""
         for host in hosts:
             if not _HOST.fullmatch(host):
                 raise UsageError(f"{host!r} is not a host name or an address", do="give names, separated by commas")
@@ -111,7 +110,7 @@ class Site:
 
     @classmethod
     def in_lab(cls, lab: Lab) -> Site:
-        """The workers spread evenly over the lab's hosts; the store on its host 0, behind that host's link."""
+        """The workers spread evenly over the lab's hosts; the store on host 0, behind its link."""
         return cls(address=lab.address(0), own=lab.address(0), lab=lab)
 
     @property
@@ -134,10 +133,11 @@ class Site:
             listener.listen(1024)
         except OSError as error:
             listener.close()
+            other = f"give all hosts another one: --port {_free_port(self.own)} is free here" if self.port else ""
             raise UsageError(
                 f"cannot listen on {self.own} port {self.port}",
                 why=str(error),
-                do=f"give all hosts another one: --port {_free_port(self.own)} is free here",
+                do=other or "bring the loopback interface up: ip link set lo up",
             ) from None
         return listener
 
@@ -168,7 +168,8 @@ def _own_address(host: str, own: Mapping[str, str]) -> str:
 
 
 def _free_port(address: str) -> int:
-    with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.bind((address, 0))
         return int(probe.getsockname()[1])
 
 
@@ -279,17 +280,20 @@ def worker_env(site: Site, workers: int, local: int, port: int, base: Mapping[st
     return env
 
 
-# Looked up before any fork: between fork and exec other threads' locks may be held for ever.
-_prctl: Any = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
-_DIE = (_PR_SET_PDEATHSIG, *(ctypes.c_ulong(word) for word in (signal.SIGKILL, 0, 0, 0)))
+def die_with_parent() -> Callable[[], None]:
+    """A `preexec_fn`: the kernel kills the new process when the thread that started it ends, however that happens."""
+    # Everything is looked up before the fork: after it, other threads' locks may be held for ever.
+    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+    words = [ctypes.c_ulong(word) for word in (signal.SIGKILL, 0, 0, 0)]
+    parent = os.getpid()
 
+    def bind() -> None:
+        if prctl is not None:
+            prctl(_PR_SET_PDEATHSIG, *words)
+            if os.getppid() != parent:  # it died before the line above
+                os._exit(1)
 
-def die_with_parent(parent: int = 0) -> None:
-    """A `preexec_fn`: the kernel kills this process when the thread that started it ends. `parent` is its pid."""
-    if _prctl is not None:
-        _prctl(*_DIE)
-        if parent and os.getppid() != parent:  # it died before the line above
-            os._exit(1)
+    return bind
 
 
 # --------------------------------------------------------------------------------------------- their output
@@ -315,7 +319,7 @@ class Output:
 
     @classmethod
     def passed(cls, log_dir: Path | None = None, *, to_stderr: bool = False) -> Output:
-        """The usual: stdout to stdout, stderr to stderr (or both to stderr, where stdout is kept for a result)."""
+        """The usual: stdout to stdout, stderr to stderr (or both to stderr: stdout is for a result)."""
         err = sys.stderr.buffer
         return cls(log_dir=log_dir, out=err if to_stderr else sys.stdout.buffer, err=err)
 
@@ -348,7 +352,7 @@ class Output:
         return next((line.decode(errors="replace") for line in reversed(lines) if line), "")[:500]
 
     def finish(self) -> None:
-        """Every worker has ended: pass on what is still in the pipes. Grandchildren may hold them open: not for ever."""
+        """Every worker has ended: pass on what is still in the pipes, even if grandchildren hold them open."""
         self._stop.set()
         self._thread.join()
         for stream in (s for streams in self._streams.values() for s in streams):
@@ -447,7 +451,7 @@ def launch(
     pipe = None if output.inherits(site.hosts * workers) else subprocess.PIPE
     base = {**os.environ, **(env or {})}
     crew = Crew(site=site, output=output, grace=grace)
-    bind = functools.partial(die_with_parent, os.getpid())
+    bind = die_with_parent()
     try:
         for local in range(workers):
             process = subprocess.Popen(
@@ -488,10 +492,12 @@ class Crew:
         self.asked: int | None = None  # the signal that ended the job
         self._store: Any = None
         self._broken = ""
+        self._untold = False  # there is a cause that is not in the store yet
         self._met = threading.Event()  # the store can be used, or never will
         self._done = threading.Event()
         self._deadline: float | None = None  # when the next signal is due ...
         self._next: int = signal.SIGTERM  # ... and which
+        self._stops = 0
         self._ooms = _oom_kills()
         self._looked = 0.0
 
@@ -506,7 +512,7 @@ class Crew:
     # --------------------------------------------------------------------------------------- for the caller
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """The job's exit code when all of its workers here have ended; None if they have not within `timeout` seconds."""
+        """The job's exit code when all workers here have ended; None if that takes over `timeout` seconds."""
         return self.exit_code if self._done.wait(timeout) else None
 
     def poll(self) -> int | None:
@@ -525,12 +531,11 @@ class Crew:
 
     def stop(self, signum: int = signal.SIGTERM) -> None:
         """Ask the workers to end; after the grace, or when asked again, they are killed."""
-        if self.asked is not None:
-            signum = signal.SIGKILL
-        elif self.cause is None:  # what failed before stays the cause
+        if self._stops == 0 and self.cause is None:  # what failed before stays the cause
             self.asked = signum
         for worker in self.workers:
-            worker.send(signum)
+            worker.send(signal.SIGKILL if self._stops else signum)
+        self._stops += 1
         self._next, self._deadline = signal.SIGKILL, time.monotonic() + self.grace
 
     def close(self) -> None:
@@ -593,15 +598,21 @@ class Crew:
 
     def _blame(self, cause: Cause) -> None:
         """[Note: the first cause]"""
-        if self.site.hosts * len(self.workers) > 1 and self._met.wait(self.grace) and self._store is not None:
-            mine = cause.encode()
-            try:
-                kept = [self._store.compare_set(key, "", mine).decode(errors="replace") for key in CAUSES]
-                cause = Cause.decode(next((text for text in kept if text != mine), mine))
-            except RuntimeError as error:  # the first host is gone, and with it whom to tell
-                self._broken = str(error)
-        self.cause = cause
+        self.cause, self._untold = cause, self.site.hosts * len(self.workers) > 1
+        self._post()
         self._deadline = self._deadline or time.monotonic() + self.grace
+
+    def _post(self) -> None:
+        """Tell the others, now or as soon as there is a store: a worker may die while this process imports torch."""
+        if not (self._untold and self.cause and self._met.is_set()):
+            return
+        self._untold = False
+        mine = self.cause.encode()
+        try:
+            kept = [self._store.compare_set(key, "", mine).decode(errors="replace") for key in CAUSES]
+            self.cause = Cause.decode(next((text for text in kept if text != mine), mine))
+        except (RuntimeError, AttributeError) as error:  # there is no store (any more), and so nobody to tell
+            self._broken = self._broken or str(error)
 
     def _read_cause(self) -> None:
         """Has a worker of another host failed? Those here may be blocked where they cannot notice."""
@@ -614,8 +625,9 @@ class Crew:
 
     def _take_leave(self) -> None:
         """Several hosts: the store must stay up until the last of them needs it no more."""
-        if self.site.hosts == 1 or self._store is None:
+        if self.site.hosts == 1 or not self._met.wait(_LINGER_S) or self._store is None:
             return
+        self._post()
         until = time.monotonic() + (2 * self.grace if self.cause else _LINGER_S)
         with contextlib.suppress(RuntimeError):
             gone = self._store.add(_GONE, 1)
@@ -637,12 +649,18 @@ class Crew:
                     self._note_end(worker)
                 if self._broken and self.site.index == 0 and not self.cause:
                     self._blame(Cause(None, "the launcher cannot serve the store", why=self._broken))
+                self._post()
                 self._read_cause()
                 if self._deadline and time.monotonic() > self._deadline:
                     for worker in running:
                         worker.send(self._next)
                     self._next, self._deadline = signal.SIGKILL, time.monotonic() + self.grace
             self._take_leave()
+        except Exception as error:  # a watcher that fails must not look like a job that went well
+            self.cause = Cause(None, "the launcher failed", why=f"{type(error).__name__}: {error}")
+            for worker in running:
+                worker.send(signal.SIGKILL)
+                worker.process.wait()
         finally:
             deaths.close()
             self.output.finish()
@@ -670,7 +688,7 @@ class Crew:
 
 
 class _Deaths:
-    """Wakes up at once when a process ends, without being told by a signal, which belongs to the main program."""
+    """Wakes up at once when a process ends, without SIGCHLD, which belongs to the main program."""
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self._fds: list[int] = []
@@ -709,7 +727,7 @@ def _oom_kills() -> int:
 
 @contextlib.contextmanager
 def forwarding(*crews: Crew) -> Iterator[None]:
-    """While inside, SIGINT, SIGTERM and SIGHUP go to the workers instead of ending this process. Main thread only."""
+    """While inside, SIGINT, SIGTERM and SIGHUP go to the workers. For the main thread only."""
 
     def forward(signum: int, frame: FrameType | None) -> None:
         for crew in crews:

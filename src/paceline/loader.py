@@ -57,15 +57,14 @@ class Loader:
         gate: Callable[[], bool] | None = None,
     ) -> None:
         if batch not in ("global", "per_worker"):
-            raise UsageError(
-                f"batch={batch!r} is not a choice", do=nearest(str(batch), ("global", "per_worker"))
-            )
+            raise UsageError(f"batch={batch!r} is not a choice", do=nearest(str(batch), ("global", "per_worker")))
         if isinstance(source, Loader):
             raise UsageError("the loader is prepared already", do="give prepare the DataLoader itself")
         self.source, self.comm, self.recorder = source, comm, recorder
         self.weight, self.on_batch, self.gate = weight, on_batch, gate
         self.current: Batch | None = None  # the batch handed out last
         self.epoch = 0
+        seed %= 2**63
         self._from = chosen(source, comm, balance, batch, seed)
         self._handed = 0  # batches of this epoch
         self._begun = False  # this epoch, by an iterator of this loader
@@ -160,7 +159,7 @@ class Loader:
             self._pieces = None
 
     def _may_go_on(self) -> bool:
-        """The gate counts batches: what it allowed and the end of a stream left unused is good for the next."""
+        """The gate counts batches: a leave that the end of a stream did not use is good for the next."""
         if self.gate is not None and not self._allowed:
             self._allowed = self.gate()
             self._stopped = not self._allowed
@@ -227,9 +226,7 @@ class Loader:
     def _gathered(self, weight: float) -> list[float]:
         if self.comm.world == 1:
             return [weight]
-        weights: list[float] = (
-            self.comm.gather(torch.tensor([weight], dtype=torch.float64)).wait().flatten().tolist()
-        )
+        weights: list[float] = self.comm.gather(torch.tensor([weight], dtype=torch.float64)).wait().flatten().tolist()
         return weights
 
     # -------------------------------------------------------------------------------------------- the state
@@ -247,9 +244,7 @@ class Loader:
         epoch, handed, seed = state["epoch"], state["batches"], state["seed"]
         for key, here in self._facts(handed).items():
             if key not in state:
-                raise DataError(
-                    f"the loader's state has no {key}", why=f"it must be {here!r}, as in this run"
-                )
+                raise DataError(f"the loader's state has no {key}", why=f"it must be {here!r}, as in this run")
             if state[key] != here:
                 raise DataError(
                     f"the loader's state has {key}={state[key]!r}, this run has {here!r}",

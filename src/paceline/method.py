@@ -43,6 +43,10 @@ class Method:
         for part in self.axes().values():
             yield from part.parts()
 
+    def copy(self) -> Method:
+        """The same method with parts of its own, which remember nothing yet."""
+        return Method(**{axis: _copy(part) for axis, part in self.axes().items()})  # type: ignore[arg-type]
+
     def config(self) -> dict[str, Any]:
         return {axis: part.config() for axis, part in self.axes().items()}
 
@@ -73,6 +77,11 @@ _PLAIN: dict[str, type[Part]] = {
 }
 
 
+def _copy(part: Part) -> Part:
+    knobs = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+    return type(part)(**{k: _copy(v) if isinstance(v, Part) else v for k, v in knobs.items()})
+
+
 def _text(part: Part) -> str:
     changed = [
         f"{f.name}={_text(v) if isinstance(v, Part) else v}"
@@ -83,7 +92,9 @@ def _text(part: Part) -> str:
 
 
 def method(spec: str | Method | Part, **knobs: Any) -> Method:
-    """A method from its name (`"powersgd"`, `"local_sgd+qsgd"`), a part, or a Method; knobs go to the part that has them."""
+    """A method from its name (`"powersgd"`, `"local_sgd+qsgd"`), a part, or a Method; knobs go to the part that has
+    them.
+    """
     if isinstance(spec, Method):
         if knobs:
             raise MethodError(
@@ -91,7 +102,7 @@ def method(spec: str | Method | Part, **knobs: Any) -> Method:
             )
         return spec
     if isinstance(spec, Part):
-        return method(Method(**spec.recipe()), **knobs)
+        return method(Method(**spec.recipe()), **knobs)  # type: ignore[arg-type]
     if not isinstance(spec, str):
         raise MethodError(f"method={spec!r} is not a method", do="give a name, a Part or a paceline.Method")
     classes = [registry.find(name.strip()) for name in spec.split("+")]

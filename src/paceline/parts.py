@@ -1,9 +1,10 @@
 """The contracts: six kinds of part, and what each may ask of the others.
 
 A `Method` is one part for each question about a step: how is a mean estimated (Reducer), what is agreed on and when
-(Sync), who owns which state (Layout), which bytes go first (Order), how many samples does each worker take (Balance),
-who is in the group (Membership). A part is a keyword-only dataclass: its fields are its knobs. What it remembers between
-steps is in `self.state` and nowhere else, so saving, moving, staging and resetting work for every part alike.
+(Sync), who owns which state (Layout), which bytes go first (Order), how many samples does each worker take
+(Balance), who is in the group (Membership). A part is a keyword-only dataclass: its fields are its knobs. What it
+remembers between steps is in `self.state` and nowhere else, so saving, moving, staging and resetting work for every
+part alike.
 """
 
 from __future__ import annotations
@@ -113,6 +114,9 @@ class Part:
 # ---------------------------------------------------------------------------------------------------- the six axes
 
 
+KEEPS = "keeps leftovers"  # the fact of a part that carries something of one step's gradients into the next
+
+
 def nothing_left() -> Tensor | None:
     """The leftover of a reducer that sends everything."""
     return None
@@ -133,8 +137,9 @@ class Reduced(NamedTuple):
 class Reducer(Part):
     """How is the mean of one vector over the workers estimated with few bytes?
 
-    Laws: avg(x) == mean + avg(left); mean is bitwise equal on all workers; what is awaited depends only on values equal
-    everywhere; finite in, finite out; NaN or infinity in is somebody else's business (the engine has checked).
+    Laws: avg(x) == mean + avg(left); mean is bitwise equal on all workers; what is awaited depends only on values
+    equal everywhere; finite in, finite out; NaN or infinity in is somebody else's business (the engine has
+    checked).
     """
 
     axis: ClassVar[str] = "reducer"

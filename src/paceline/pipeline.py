@@ -1,11 +1,11 @@
 """The coroutines: each bucket's exchange is one, and this runs them.
 
-[Note: order] A part is written as the paper's box, with `await` where bytes travel. Awaiting hands the handle up to here, and
-the coroutine sleeps. It is not asyncio: nothing is resumed because it happens to be done. Coroutines start when the engine
-says so (a logical event, the same on every worker) and run to their first await at once, so bytes leave while backward goes
-on. `drain` resumes them in the order they were started, round after round: the wait for bucket 0 comes first, and while its
-second round is on the wire bucket 1 is decoded. Every worker thus issues the same operations in the same order, whatever
-the clock does.
+[Note: order] A part is written as the paper's box, with `await` where bytes travel. Awaiting hands the handle up to
+here, and the coroutine sleeps. It is not asyncio: nothing is resumed because it happens to be done. Coroutines
+start when the engine says so (a logical event, the same on every worker) and run to their first await at once, so
+bytes leave while backward goes on. `drain` resumes them in the order they were started, round after round: the wait
+for bucket 0 comes first, and while its second round is on the wire bucket 1 is decoded. Every worker thus issues
+the same operations in the same order, whatever the clock does.
 """
 
 from __future__ import annotations

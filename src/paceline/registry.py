@@ -1,4 +1,6 @@
-"""Every part by its name. A part is registered by its decorator; the built-in ones are found by walking the package."""
+"""Every part by its name. A part is registered by its decorator; the built-in ones are found by walking the
+package.
+"""
 
 from __future__ import annotations
 

@@ -87,9 +87,7 @@ class Indexed(Source):
 
     asks = False
 
-    def __init__(
-        self, source: DataLoader[Any], comm: Comm, balance: Balance, batch: Habit, seed: int
-    ) -> None:
+    def __init__(self, source: DataLoader[Any], comm: Comm, balance: Balance, batch: Habit, seed: int) -> None:
         self.source, self.comm, self.batch, self.seed = source, comm, batch, seed
         self.samples = length(source.dataset)
         self.together = comm.world if batch == "per_worker" else 1
@@ -227,7 +225,8 @@ class Indexed(Source):
             sizes = _whole_numbers(state, "sizes") if self.size is None else None
             if sizes is not None and (int(sizes.sum()) != len(indices) or int(sizes.min()) < 1):
                 raise DataError(
-                    f"the loader's state has sizes={sizes.tolist()} for an order of {len(indices)} samples"
+                    f"the loader's state has sizes that do not make up its order of {len(indices)} samples",
+                    why="the order a sampler drew is part of the state; here it is damaged",
                 )
             order = self._cut(indices, sizes)
         if order is not None:
@@ -264,9 +263,7 @@ class Stream(Source):
     the data between them (get_worker_info) is the data set's business. Resuming reads and passes over.
     """
 
-    def __init__(
-        self, source: DataLoader[Any], comm: Comm, balance: Balance, batch: Habit, seed: int
-    ) -> None:
+    def __init__(self, source: DataLoader[Any], comm: Comm, balance: Balance, batch: Habit, seed: int) -> None:
         self.source, self.batch, self.seed = source, batch, seed
         self.drawer = source.dataset
         assert source.batch_size is not None
@@ -274,9 +271,7 @@ class Stream(Source):
         self.shares = Shares(comm, balance)
         self.generator = torch.Generator()
         keep = ShareOfStream(self.shares, source.collate_fn)
-        self.inner = _rebuilt(
-            source, self.generator, batch_size=self.size, drop_last=source.drop_last, collate_fn=keep
-        )
+        self.inner = _rebuilt(source, self.generator, batch_size=self.size, drop_last=source.drop_last, collate_fn=keep)
 
     def facts(self) -> dict[str, Any]:
         size, drop_last = self.source.batch_size, self.source.drop_last
@@ -348,9 +343,7 @@ def chosen(source: Any, comm: Comm, balance: Balance, batch: Habit, seed: int) -
     """The kind of source this is, or the reason why it cannot be one."""
     if not isinstance(source, DataLoader):
         if not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
-            raise UsageError(
-                f"{source!r} is not a loader", do="give a torch DataLoader or an iterable of batches"
-            )
+            raise UsageError(f"{source!r} is not a loader", do="give a torch DataLoader or an iterable of batches")
         return Given(source)
     if type(source).__iter__ is not DataLoader.__iter__:
         raise UsageError(

@@ -1,7 +1,7 @@
 """One stream of typed events for each worker, as JSON lines. Race, progress and dashboard read this and nothing else.
 
-A run directory holds `worker-0.jsonl`, `worker-1.jsonl`, ... Events are buffered and written at most every half second
-(and at the end), so that a step costs a few microseconds of encoding.
+A run directory holds `worker-0.jsonl`, `worker-1.jsonl`, ... Events are buffered and written at most every half
+second (and at the end), so that a step costs a few microseconds of encoding.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Workers as threads of one process: a Comm for tests and for learning, with the same order, checks and byte counts."""
+"""Workers as threads of one process: a Comm for tests and for learning, with the same order, checks and byte
+counts.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,14 @@
-"""The laws of every registered reducer, from one table: worlds 1, 2, 3, 4, threads here and processes in test_processes."""
+"""The laws of every registered reducer, from one table: worlds 1, 2, 3, 4, threads here and processes in
+test_processes.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from laws_table import BUCKETS, WORLDS, fresh, reducers, vector
 
 import threads
+from laws_table import BUCKETS, WORLDS, fresh, reducers, vector
 from paceline.pipeline import Pipeline
 
 cases = [(name, knobs, world) for name, knobs in reducers() for world in WORLDS]

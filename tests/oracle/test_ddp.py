@@ -6,10 +6,11 @@ import copy
 
 import pytest
 import torch
-from processes import run, values
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
+
+from processes import run, values
 
 STEPS = 50
 

@@ -1,32 +1,48 @@
-"""The race's own parts: scoring on hand-made events, the gate over pipes, contenders that fail, the written results."""
+"""The race's own parts: scoring on hand-made events, the gate over pipes, peers, contenders that fail."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import torch
+from rich.console import Console
 
 from paceline.errors import DeadlineError, MethodError, UsageError
-from paceline.race import score
+from paceline.lab import namespaces
+from paceline.race import course, field, report, result, score, show
+from paceline.race.course import Contender, Rules
 from paceline.race.gate import Gate
+from paceline.race.group import first_cause
+from paceline.race.network import Network, network
 from paceline.race.peers import PEERS, prepare_peer
-from paceline.race.score import Entry, Target
+from paceline.race.result import Result
+from paceline.race.score import Entry, Row, Target
 from paceline.race.tail import Tail
 from paceline.telemetry import AnyEvent, Barrier, Bye, Metric, Recorder, Step, Wire, read
 
 ROW_KEYS = [
     "method", "workers", "link", "steps", "step_ms_median", "samples_per_s", "speedup", "efficiency",
-    "sent_bytes_per_step", "wire_bytes_per_step", "exposed_comm_ms", "barrier_ms_p50", "barrier_ms_p99", "loss",
-    "accuracy", "target_s", "peak_rss_mb", "error",
+    "sent_bytes_per_step", "wire_bytes_per_step", "exposed_comm_ms", "barrier_ms_p50", "barrier_ms_p99",
+    "loss", "accuracy", "target_s", "peak_rss_mb", "error",
+]  # fmt: skip
+RESULT_KEYS = [
+    "schema", "paceline", "torch", "machine", "date", "command", "commit", "task", "workers", "link", "link_kind",
+    "threads", "rows",
 ]  # fmt: skip
 
 
@@ -147,9 +163,7 @@ def test_target_seconds_are_the_slowest_workers_when_it_was_first_met() -> None:
     assert score.reached_s([one, two], Target.parse("accuracy=0.85")) == 3.0
     assert score.reached_s([one, two], Target.parse("accuracy=0.95")) is None
     falling = [[metric(i, i, v) for i, v in enumerate([5, 4, 3, 2, 1, 0])]]
-    assert (
-        score.reached_s(falling, Target.parse("loss=3")) == 4
-    )  # (5+4+3+2+1)/5: one lucky batch is not enough
+    assert score.reached_s(falling, Target.parse("loss=3")) == 4  # (5+4+3+2+1)/5: one lucky batch is not enough
 
 
 @pytest.mark.parametrize("text", ["", "loss", "loss=", "loss=low", "speed=3", "loss=nan", "=2"])
@@ -225,10 +239,8 @@ class Race:
 
     def close(self) -> None:
         for fd in (self.their_in, self.their_out, self.go_fd, self.done_fd):
-            try:
+            with contextlib.suppress(OSError):
                 os.close(fd)
-            except OSError:
-                pass
 
 
 @pytest.fixture
@@ -311,9 +323,7 @@ def test_gate_measures_barriers_and_wire_in_every_turn(tmp_path: Path) -> None:
     race.close()
 
 
-def test_gate_splits_a_shared_interface_among_its_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gate_splits_a_shared_interface_among_its_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     race = Race(tmp_path, PACELINE_WIRE="eth0", WORLD_SIZE="4", LOCAL_WORLD_SIZE="2")
     counts = iter([(100, 10), (500, 30)])
     monkeypatch.setattr(race.gate, "_counters", lambda: next(counts))
@@ -342,6 +352,371 @@ def test_gate_refuses_pipes_that_are_not_there(tmp_path: Path, text: str) -> Non
 def test_there_is_no_gate_outside_of_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PACELINE_GATE", raising=False)
     assert Gate.from_env(Recorder(None, 0), lambda: None) is None
+
+
+# ------------------------------------------------------------------------------------------------ contenders
+
+# A job without torch: the gate, the telemetry and what can go wrong, in milliseconds.
+FAKE = """
+import os, signal, sys, time
+from pathlib import Path
+from paceline.race.gate import Gate
+from paceline.telemetry import Recorder
+
+method, rank = os.environ["PACELINE_METHOD"], int(os.environ.get("RANK", "0"))
+if method == "never":
+    sys.exit(0)
+if method == "refuses":
+    print("  File x\\nValueError: no such option\\n", file=sys.stderr)
+    sys.exit(1)
+recorder = Recorder(Path(os.environ["PACELINE_EVENTS"]), rank)
+gate = Gate.from_env(recorder, lambda: None)
+step = 0
+while gate():
+    recorder.start_lap(8, 0.0)
+    time.sleep(0.002)
+    if method == "crashes" and step == 6:
+        raise ValueError("boom") if rank == 1 else ConnectionResetError("Connection closed by peer")
+    if method == "hangs" and step == 6 and rank == 1:
+        time.sleep(100)
+    if method == "killed" and step == 6 and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if method == "short" and step == 6:
+        break
+    recorder.log({"loss": 5.0 - 0.1 * step})
+    recorder.end_lap()
+    step += 1
+recorder.end_lap()
+recorder.close()
+if method == "fails at the end":
+    raise RuntimeError("cannot save")
+"""
+RULES = Rules(steps=8, warmup=2, turn=4, deadline_s=20)
+
+
+def hold_race(folder: Path, methods: list[str], rules: Rules = RULES, watch: Any = None) -> dict[str, Contender]:
+    script = folder / "fake.py"
+    script.write_text(FAKE)
+    contenders = [Contender(name, [sys.executable, str(script)]) for name in methods]
+    network = Network("none", "unlimited", workers=2, hosts=1)
+    complete = course.run(contenders, rules, network, folder / "race", watch or (lambda _: None))
+    assert complete or watch
+    for contender in contenders:
+        for worker in contender.group.workers if contender.group else []:
+            assert worker.process.poll() is not None, "nobody is left behind"
+    return {contender.method: contender for contender in contenders}
+
+
+def test_everybody_gets_the_same_steps_in_turns(tmp_path: Path) -> None:
+    held = hold_race(tmp_path, ["single", "a", "b"])
+    entries = [contender.entry(2) for contender in held.values()]
+    rows = score.rows(entries, link="unlimited", warmup=RULES.warmup)
+    assert [(row.method, row.workers, row.steps, row.error) for row in rows] == [
+        ("single", 1, 8, None), ("a", 2, 8, None), ("b", 2, 8, None)
+    ]  # fmt: skip
+    assert {contender.state for contender in held.values()} == {"finished"}
+    # Steps in the order they ended: a contender's turn is never mixed with another's, and rounds go to and fro.
+    ended = sorted(
+        (event.t, contender.method)
+        for contender in held.values()
+        for event in (contender.group.events[0] if contender.group else [])
+        if isinstance(event, Step)
+    )
+    turns = [method for method, _ in itertools.groupby(method for _, method in ended)]
+    assert turns == ["single", "a", "b", "a", "single", "a", "b"]
+    assert all(row.wire_bytes_per_step is not None for row in rows[1:])
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        ("crashes", "ValueError: boom"),
+        ("killed", "SIGKILL"),
+        ("refuses", "ValueError: no such option"),
+        ("never", "ended before its first step"),
+        ("fails at the end", "RuntimeError: cannot save"),
+    ],
+)
+def test_a_contender_that_fails_is_out_and_the_race_goes_on(tmp_path: Path, method: str, reason: str) -> None:
+    held = hold_race(tmp_path, ["a", method])
+    assert (held["a"].state, held["a"].counted, held["a"].error) == ("finished", 8, None)
+    assert held[method].state == "out"
+    assert reason in (held[method].error or "")
+    if method != "never":
+        log = Path((held[method].error or "").partition("(log: ")[2].rstrip(")"))
+        assert log.is_file()
+
+
+def test_a_contender_that_hangs_is_ended_at_the_deadline(tmp_path: Path) -> None:
+    rules = Rules(steps=8, warmup=2, turn=4, deadline_s=3)
+    held = hold_race(tmp_path, ["hangs", "a"], rules)
+    assert "worker 1 did not finish its turn in 3 s" in (held["hangs"].error or "")
+    assert held["a"].state == "finished"
+    row = score.rows([held["hangs"].entry(2)], link="none", warmup=2)[0]
+    assert row.steps > 0, "what was measured before counts"
+
+
+def test_a_script_with_fewer_steps_is_no_failure(tmp_path: Path) -> None:
+    held = hold_race(tmp_path, ["short", "a"])
+    assert (held["short"].state, held["short"].error) == ("finished", None)
+    assert held["short"].counted < 8
+
+
+def test_a_race_ends_at_its_target(tmp_path: Path) -> None:
+    rules = Rules(steps=200, warmup=2, turn=4, deadline_s=20, target=Target.parse("loss=4.0"))
+    held = hold_race(tmp_path, ["a"], rules)
+    assert held["a"].counted < 20
+    row = score.rows([held["a"].entry(2)], link="none", warmup=2, target=rules.target)[0]
+    assert row.target_s is not None
+
+
+def test_ctrl_c_ends_everybody_and_keeps_what_is_known(tmp_path: Path) -> None:
+    def watch(contender: Contender) -> None:
+        if contender.done >= 8 and contender.state == "running":
+            raise KeyboardInterrupt
+
+    held = hold_race(tmp_path, ["a", "b"], Rules(steps=100, warmup=2, turn=4), watch)
+    assert [contender.error for contender in held.values()] == ["interrupted", "interrupted"]
+    rows = score.rows([contender.entry(2) for contender in held.values()], link="none", warmup=2)
+    assert all(row.step_ms_median for row in rows)
+
+
+def test_workers_do_not_outlive_a_killed_race(tmp_path: Path) -> None:
+    (tmp_path / "fake.py").write_text(FAKE)
+    (tmp_path / "race.py").write_text(
+        f"""
+import sys, time
+from pathlib import Path
+from paceline.race.group import Group
+from paceline.race.network import Network
+places = Network("none", "unlimited", 2, 1).places(0)
+env = {{"PACELINE_METHOD": "a", "PACELINE_EVENTS": {str(tmp_path)!r}}}
+group = Group(Path({str(tmp_path)!r}), [sys.executable, {str(tmp_path / "fake.py")!r}], places, env)
+group.wait(60)
+print(*(w.process.pid for w in group.workers), flush=True)
+time.sleep(60)
+"""
+    )
+    with subprocess.Popen([sys.executable, tmp_path / "race.py"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = [int(word) for word in process.stdout.readline().split()]
+        process.kill()
+    assert len(pids) == 2
+    end = time.monotonic() + 20
+    while alive := [pid for pid in pids if psutil.pid_exists(pid)]:
+        assert time.monotonic() < end, f"{alive} still run"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("turn", "warmup"), [(2, 0), (5, 3), (5, 12), (4, 1)])
+def test_every_contender_gets_exactly_its_counted_steps(turn: int, warmup: int) -> None:
+    rules = Rules(steps=10, warmup=warmup, turn=turn)
+    done = counted = 0
+    for _ in range(100):
+        if counted == rules.steps:
+            break
+        steps, more = course.next_turn(done, counted, rules)
+        assert more >= 1
+        done, counted = done + steps, counted + more
+    assert counted == rules.steps
+
+
+def test_the_reason_is_the_last_exception_with_its_advice(tmp_path: Path) -> None:
+    log = tmp_path / "worker-0.log"
+    log.write_text(
+        "paceline: 2 workers\n[rank1]: Traceback (most recent call last):\n[rank1]:   File x\n"
+        "[rank1]: paceline.errors.DataError: nothing there\n[rank1]:   why: it is empty\n"
+        "[rank1]:   do:  fill it\n[W1115] a warning of C++\n"
+    )
+    assert first_cause(log) == "DataError: nothing there; why: it is empty; do:  fill it"
+    log.write_text("terminate called\n\n  what(): enforce fail\n\n")
+    assert first_cause(log) == "what(): enforce fail"
+    log.write_text("")
+    assert first_cause(log) == ""
+    assert first_cause(tmp_path / "none") == ""
+
+
+# ------------------------------------------------------------------------------------------------ who and where
+
+
+def test_methods_and_knobs_are_checked_before_anything_starts() -> None:
+    chosen = field.contenders("floor, exact,half", ["half.dtype=bf16"], ["x"])
+    assert [contender.method for contender in chosen] == ["single", "floor", "exact", "half"]
+    assert chosen[-1].knobs == {"dtype": "bf16"}
+    for methods, knobs, word in [
+        ("exakt", [], "exact"),
+        ("torch:dpd", [], "torch:ddp"),
+        ("exact,exact", [], "twice"),
+        (" ,", [], "nobody"),
+        ("half", ["half.dtype=fp64"], "fp16"),
+        ("half", ["dtype=bf16"], "METHOD.KNOB"),
+        ("half", ["exact.dtype=bf16"], "METHOD.KNOB"),
+        ("half", ["half.speed=3"], "no knob"),
+        ("floor", ["floor.speed=3"], "no knobs"),
+    ]:
+        with pytest.raises(UsageError, match=re.escape(word)):
+            field.contenders(methods, knobs, ["x"])
+
+
+def test_what_is_run(tmp_path: Path) -> None:
+    assert field.command("text", 7, ["--batch", "8"])[1:] == [
+        "-m", "paceline.tasks.text", "--steps", "1000000000", "--seed", "7", "--batch", "8"
+    ]  # fmt: skip
+    script = tmp_path / "train.py"
+    script.touch()
+    assert field.command(str(script), 7, ["-x"])[1:] == [str(script), "-x"]
+    with pytest.raises(UsageError, match="neither a task nor a script"):
+        field.command("txt", 0, [])
+
+
+def test_an_unlimited_link_is_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "other")
+    monkeypatch.setenv("PACELINE_DATA", "here")
+    with network("unlimited", 2, None) as links:
+        places = links.places(0)
+    assert (links.kind, links.label) == ("none", "unlimited")
+    assert [place.env["RANK"] for place in places] == ["0", "1"]
+    assert places[0].env["MASTER_PORT"] == places[1].env["MASTER_PORT"]
+    for place in places:
+        assert place.prefix == []
+        assert place.env["GLOO_SOCKET_IFNAME"] == place.env["PACELINE_WIRE"] == "lo"
+        assert place.env["PACELINE_DATA"] == "here"
+        assert "TORCHELASTIC_RUN_ID" not in place.env
+        assert "PACELINE_PACE" not in place.env
+
+
+def test_without_the_lab_a_link_is_emulated_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.lab.namespaces.available", lambda: "root is needed")
+    with network("100mbit", 2, None) as links:
+        assert (links.kind, links.label, links.why_emulated) == ("emulated", "100mbit (emulated)", "root is needed")
+        assert float(links.places(0)[1].env["PACELINE_PACE"]) == 12.5e6
+    with pytest.raises(UsageError, match="root is needed"), network("100mbit", 2, 2):
+        pass
+
+
+@pytest.mark.parametrize(("link", "hosts"), [("unlimited", 2), ("100mbit", 3), ("100mbit", 0), ("fast", None)])
+def test_links_that_cannot_be_are_refused(link: str, hosts: int | None) -> None:
+    with pytest.raises(UsageError), network(link, 2, hosts):
+        pass
+
+
+@pytest.mark.lab
+def test_the_lab_spreads_workers_over_its_hosts() -> None:
+    if why := namespaces.available():
+        pytest.skip(why)
+    with network("100mbit", 4, 2) as links:
+        places = links.places(3)
+    assert links.kind == "lab"
+    assert [place.env["LOCAL_RANK"] for place in places] == ["0", "1", "0", "1"]
+    assert {place.env["LOCAL_WORLD_SIZE"] for place in places} == {"2"}
+    assert {place.env["MASTER_ADDR"] for place in places} == {"10.77.0.1"}
+    assert places[0].prefix == places[1].prefix != places[2].prefix == places[3].prefix
+
+
+# ------------------------------------------------------------------------------------------------ what is shown
+
+
+def some_result(rows: list[Row]) -> Result:
+    return result.describe(rows, ["race", "text"], task="<text>", workers=2, link="100mbit", kind="lab", threads=1)
+
+
+def wide_row(method: str, **values: Any) -> Row:
+    known = {
+        "step_ms_median": 12345.6, "samples_per_s": 123456.0, "speedup": 12.34, "efficiency": 0.5,
+        "wire_bytes_per_step": 123456789.0, "exposed_comm_ms": 12345.6, "loss": 12.345, "accuracy": 1.0,
+        "target_s": 1234.5,
+    }  # fmt: skip
+    return Row(method=method, workers=2, link="100mbit", steps=8, **(known | values))
+
+
+def test_the_table_fits_eighty_columns_and_the_fastest_is_first() -> None:
+    rows = [wide_row("torch:local_sgd"), wide_row("floor", step_ms_median=1.0), wide_row("out", step_ms_median=None)]
+    for target in (None, Target.parse("accuracy=0.9")):
+        console = Console(width=80, file=io.StringIO(), force_terminal=False)
+        console.print(show.table(rows, target))
+        lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+        assert max(map(len, lines)) <= 80
+        assert [line.split()[0] for line in lines[-3:]] == ["floor", "torch:local_sgd", "out"]
+        assert "…" not in "".join(lines)
+
+
+def test_notes_fit_too_and_name_who_is_out() -> None:
+    rows = [wide_row("single"), wide_row("floor"), wide_row("torch:ddp"), wide_row("exact", error="it broke\nmore")]
+    for kind in ("lab", "none"):
+        notes = show.notes(rows, Network(kind, "100mbit", 2, 2), Target.parse("loss=2"))
+        assert max(map(len, notes)) <= 80
+        assert notes[-1] == "exact is out: it broke"
+    assert "emulated" in show.notes(rows, Network("emulated", "100mbit (emulated)", 2, 1), None)[0]
+
+
+def test_bytes_have_one_meaning_in_the_whole_column() -> None:
+    assert show.bytes_column([wide_row("a"), wide_row("b")]) == "wire_bytes_per_step"
+    assert show.bytes_column([wide_row("a"), wide_row("b", wire_bytes_per_step=None)]) == "sent_bytes_per_step"
+
+
+def test_without_a_terminal_progress_is_plain_lines(tmp_path: Path) -> None:
+    console = Console(width=80, file=io.StringIO(), force_terminal=False)
+    contender = Contender("exact", ["x"])
+    with show.Progress(console, [contender], RULES) as watch:
+        watch(contender)
+        contender.state, contender.error = "out", "[bold]it broke[/]\nand more"
+        watch(contender)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines == ["starting exact", "exact  0/8 steps  out: [bold]it broke[/]"]
+
+
+def test_the_json_has_these_keys_and_is_written_whole(tmp_path: Path) -> None:
+    path = tmp_path / "race.json"
+    path.write_text("old")
+    result.write(path, result.encode(some_result([wide_row("exact", loss=None)])))
+    found = json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(f"{word} in JSON"))
+    assert list(found) == RESULT_KEYS
+    assert list(found["rows"][0]) == ROW_KEYS
+    assert found["command"] == "paceline race text"
+    assert [p.name for p in tmp_path.iterdir()] == ["race.json"]
+
+
+def test_a_result_that_could_not_be_written_is_refused_beforehand(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none" / "race.json"):
+        with pytest.raises(UsageError, match="cannot be written"):
+            result.check_writable(path)
+
+
+def test_the_page_needs_nothing_from_elsewhere_and_escapes_what_it_shows() -> None:
+    pytest.importorskip("matplotlib")
+    turn = [barrier(), *(step(i, wall=10 + i, cpu=9) for i in range(6))]
+    told = [metric(i, i, 5 - 0.1 * i) for i in range(6)] + [metric(5, 5, 0.5, "accuracy")]
+    events = [[*turn, *told, wire(6, 6000)] for _ in range(2)]
+    names = ["floor", "<b>bold</b>", "exact"]
+    entries = [Entry(name, 2, events) for name in names] + [Entry("out", 2, [], error="<i>it</i> broke")]
+    rows = score.rows(entries, link="100mbit", warmup=1)
+    page = report.page(some_result(rows), entries, ["a <note>"], warmup=1, target=Target.parse("loss=4.6"))
+    assert page.count("<figure>") == 4
+    for raw in ("<b>", "<i>it", "<note>", "<text>:"):
+        assert raw not in page
+    for word in ("&lt;b&gt;bold", "&lt;i&gt;it", "&lt;text&gt;", "loss &lt;= 4.6"):
+        assert word in page
+    outside = re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?(?!#)[^"')\s]+""", page)
+    assert outside == []
+    assert "<script" not in page
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+
+
+def test_the_page_of_a_race_in_which_all_are_out_is_still_a_page() -> None:
+    pytest.importorskip("matplotlib")
+    entries = [Entry("exact", 2, [], error="it broke")]
+    rows = score.rows(entries, link="100mbit", warmup=1)
+    page = report.page(some_result(rows), entries, [], warmup=1, target=None)
+    assert "it broke" in page
+    assert "<figure>" not in page
+
+
+def test_without_matplotlib_the_page_is_refused_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UsageError, match=r"paceline\[report\]"):
+        report.check_plots()
 
 
 # ------------------------------------------------------------------------------------------------ peers
@@ -375,8 +750,7 @@ for name in [*PEERS, "reference"]:
     torch.manual_seed(0)
     x, y = torch.randn(16, 16), torch.randint(4, (16,))
     model = Net()
-    names = [n for n, _ in model.named_parameters()]
-    groups = [{"params": list(model.blocks.parameters()), "lr": 1e-3}, {"params": list(model.head.parameters())}]
+    groups = [{"params": model.blocks.parameters(), "lr": 1e-3}, {"params": model.head.parameters()}]
     optimizer = torch.optim.AdamW(groups, lr=2e-3, weight_decay=0.1)
     loader = object()
     if name == "reference":
@@ -445,9 +819,7 @@ def test_replicas_of_a_synchronous_peer_agree(peers: list[dict[str, dict[str, An
 
 
 @pytest.mark.parametrize("name", ["torch:ddp", "torch:fsdp2", "torch:zero1"])
-def test_exact_peers_follow_one_worker_with_the_whole_batch(
-    peers: list[dict[str, dict[str, Any]]], name: str
-) -> None:
+def test_exact_peers_follow_one_worker_with_the_whole_batch(peers: list[dict[str, dict[str, Any]]], name: str) -> None:
     reference = peers[0]["reference"]
     assert peers[0][name]["norm"] == pytest.approx(reference["norm"], rel=1e-4)
     assert peers[0][name]["some"] == pytest.approx(reference["some"], abs=1e-4)

@@ -74,23 +74,22 @@ def _row(check: Check) -> Table:
 
 
 def _checks(workers: int) -> Iterator[Check]:
-    looks: list[Callable[[], Iterator[Check]]] = [
-        _versions,
-        _machine,
-        _gpus,
-        _clock,
-        _open_files,
-        _disk,
-        _data,
-        _network,
-        _lab,
-        lambda: _link(workers),
-    ]
-    for look in looks:
+    looks: dict[str, Callable[[], Iterator[Check]]] = {
+        "versions": _versions,
+        "machine": _machine,
+        "GPUs": _gpus,
+        "clock": _clock,
+        "open files": _open_files,
+        "disk": _disk,
+        "data": _data,
+        "network": _network,
+        "lab": _lab,
+        "link": lambda: _link(workers),
+    }
+    for name, look in looks.items():
         try:
             yield from look()
         except Exception as error:  # one broken look must not hide what the others find
-            name = getattr(look, "__name__", "link").strip("_<>")
             yield Check(name, "bad", f"could not be checked: {type(error).__name__}: {error}")
 
 
@@ -236,7 +235,8 @@ def _link(workers: int) -> Iterator[Check]:
         with launch(command, workers=workers, env=env, output=Output.kept(Path(logs))) as crew:
             code = crew.wait(_LINK_TEST_S)
         if code == 0:
-            result: dict[str, Any] = json.loads((Path(logs) / "worker-0.log").read_text().splitlines()[-1])
+            lines = (Path(logs) / "worker-0.log").read_text().splitlines()
+            result: dict[str, Any] = json.loads(next(line for line in lines if line.startswith("{")))
             found = f"{workers} workers over gloo: {result['mbit_per_s']:.0f} Mbit/s, {result['latency_us']:.0f} µs"
             yield Check("link", "ok", found)
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from typing import Annotated
@@ -14,6 +13,7 @@ from rich.text import Text
 from paceline import __version__
 from paceline.cli.doctor import doctor
 from paceline.cli.methods import methods
+from paceline.cli.race import race
 from paceline.cli.run import run
 from paceline.errors import PacelineError
 
@@ -24,6 +24,7 @@ app = typer.Typer(
     help="Data-parallel training for PyTorch: every published way to synchronise, behind two lines.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -47,18 +48,15 @@ def paceline(
 
 
 # Everything after SCRIPT is the script's own, whatever it looks like.
-app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run)
+app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(methods)
 app.command()(doctor)
-if importlib.util.find_spec("paceline.cli.race"):
-    from paceline.cli.race import race
-
-    app.command()(race)
+app.command()(race)
 
 
 def main() -> None:
     try:
-        app()
+        app(prog_name="paceline")
     except PacelineError as error:
         if os.environ.get(DEBUG):
             raise

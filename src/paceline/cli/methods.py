@@ -77,8 +77,8 @@ def _print_all(described: list[dict[str, Any]]) -> None:
     # One width for all tables, or their columns would not line up.
     width = max(len(part["name"]) for part in described)
     for axis, base in AXES.items():
-        question = (inspect.getdoc(base) or "").partition("\n")[0]
-        console.print(Text.assemble((axis, "bold"), f"  {question}"))
+        question = (inspect.getdoc(base) or "").partition("?")[0]
+        console.print(Text.assemble((axis, "bold"), f"  {question}?"))
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
         table.add_column(style="cyan", width=width, no_wrap=True)
         table.add_column(ratio=1)

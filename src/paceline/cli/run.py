@@ -25,13 +25,15 @@ _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 def run(
-    script: Annotated[Path, typer.Argument(help="The Python script.", metavar="SCRIPT", show_default=False)],
+    script: Annotated[
+        Path, typer.Argument(help="The Python script.", metavar="SCRIPT", show_default=False, readable=False)
+    ],
     args: Annotated[
         list[str] | None,
-        typer.Argument(help="Its arguments, passed on untouched.", metavar="[ARGS]...", show_default=False),
+        typer.Argument(help="Its arguments, passed on untouched.", metavar="ARGS", show_default=False),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", "-n", help="Workers on this host.", show_default="1")
+        int | None, typer.Option("--workers", "-n", help="Workers on this host; 1 if not given.")
     ] = None,
     method: Annotated[
         str | None,
@@ -47,7 +49,7 @@ def run(
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option("--port", help="Where the first of several hosts listens.", show_default=str(PORT)),
+        typer.Option("--port", help=f"Where the first of several hosts listens; {PORT} if not given."),
     ] = None,
     events: Annotated[
         Path | None, typer.Option("--events", help="Write the workers' telemetry here.", metavar="DIR")
@@ -135,7 +137,7 @@ def _writable(directory: Path, option: str) -> Path:
 
 
 def _become(command: list[str], env: dict[str, str], ours: dict[str, Any]) -> None:
-    """Another launcher has started this process: be the script, so that its signals and exit code pass unchanged."""
+    """Another launcher has started this process: be the script, so that signals and exit code pass through."""
     for option, value in ours.items():
         if value is not None:
             raise UsageError(
@@ -152,10 +154,6 @@ def _become(command: list[str], env: dict[str, str], ours: dict[str, Any]) -> No
 
 
 def _method_env(name: str | None, settings: list[str]) -> dict[str, str]:
-    if name is None:
-        if settings:
-            raise UsageError(f"--set {settings[0]} without --method", why="a knob belongs to a method")
-        return {}
     texts: dict[str, str] = {}
     for setting in settings:
         knob, equals, text = setting.partition("=")
@@ -165,31 +163,43 @@ def _method_env(name: str | None, settings: list[str]) -> dict[str, str]:
             raise UsageError(f"--set {knob} is given twice", do="give it once")
         texts[knob] = text
     knobs = parse_knobs(name, texts)
-    if not name.startswith(_PEERS):
+    if name is not None and not name.startswith(_PEERS):
         from paceline.method import method
 
         method(name, **knobs)
-    return {"PACELINE_METHOD": name, "PACELINE_SET": json.dumps(knobs)} if knobs else {"PACELINE_METHOD": name}
+    env = {"PACELINE_METHOD": name or "", "PACELINE_SET": json.dumps(knobs) if knobs else ""}
+    return {variable: value for variable, value in env.items() if value}
 
 
-def parse_knobs(name: str, texts: dict[str, str]) -> dict[str, Any]:
-    """The knobs of a method as the command line gives them, by the type each of them has."""
-    if name.startswith(_PEERS):
+def parse_knobs(name: str | None, texts: dict[str, str]) -> dict[str, Any]:
+    """The knobs of a method as the command line gives them, by the type each of them has.
+
+    Without a method they are for the one the script names, which checks them there.
+    """
+    if name is None or name.startswith(_PEERS):
         return {knob: _guess(text) for knob, text in texts.items()}
     from paceline import registry
+    from paceline.knobs import kinds
 
-    kinds: dict[str, Any] = {}
+    known: dict[str, Any] = {}
     for cls in (registry.find(part.strip()) for part in name.split("+")):
-        for knob, kind in cls.kinds().items():
-            kinds[knob] = kinds[f"{cls.name}.{knob}"] = kind
+        for knob, kind in kinds(cls).items():
+            known[knob] = known[f"{cls.name}.{knob}"] = kind
     # A name that is unknown stays text: `method` refuses it and knows the nearest one.
-    return {knob: _parse(knob, text, kinds[knob]) if knob in kinds else text for knob, text in texts.items()}
+    return {knob: _parse(knob, text, known[knob]) if knob in known else text for knob, text in texts.items()}
 
 
 def _parse(knob: str, text: str, kind: Any) -> Any:
+    from paceline.parts import Part
+
     wrong = MethodError(f"--set {knob}={text}: {text!r} is not {_called(kind)}")
     if kind is str:
         return text
+    if isinstance(kind, type) and issubclass(kind, Part):
+        raise MethodError(
+            f"--set {knob} is a part of its own, which the command line cannot make",
+            do="write paceline.Method(...) in the script",
+        )
     if get_origin(kind) is Literal:
         return next((choice for choice in get_args(kind) if str(choice) == text), text)
     if kind is bool:

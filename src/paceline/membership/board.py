@@ -1,7 +1,7 @@
 """Short messages between workers, beside the data: who failed first and why, who left, who waits for what.
 
-The board is a c10d store (served by the launcher, by torchrun's agent, or by worker 0). Nothing on it is trusted to be
-more than text: messages are JSON. Nothing here is on the fast path of a step.
+The board is a c10d store (served by the launcher, by torchrun's agent, or by worker 0). Nothing on it is trusted to
+be more than text: messages are JSON. Nothing here is on the fast path of a step.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from paceline.comm import SLICE_S, differ
 from paceline.errors import DeadlineError, MismatchError, PacelineError, PeerError
 
+_KINDS = {cls.__name__: cls for cls in (DeadlineError, MismatchError)}
 _GRACE_S = 2.0  # how long survivors wait for each other's word before they call somebody silent
 
 
@@ -59,8 +60,9 @@ class StoreBoard:
     def raise_cause(self) -> None:
         cause = self.read("cause")
         if cause is not None:
-            kind = MismatchError if cause.get("kind") == "MismatchError" else PeerError
-            raise kind(cause["what"], why=cause.get("why") or "", worker=cause.get("worker"))
+            raise _KINDS.get(cause.get("kind"), PeerError)(
+                cause["what"], why=cause.get("why") or "", worker=cause.get("worker")
+            )
 
     # ------------------------------------------------------------------------------------------------ waiting
 
@@ -69,7 +71,7 @@ class StoreBoard:
         number = self._agreed[key] = self._agreed.get(key, -1) + 1
         key = f"agree/{key}/{number}"
         self.write(f"{key}/{self.rank}", f"{what}\n{text}")
-        texts = self.wait_for_all(key, what)
+        texts = self.wait_for_all(key, f"{what} ({text})" if "\n" not in text else what)
         differ(what, [f"{what}\n{text}" if r == self.rank else texts[r] for r in range(self.world)])
 
     def wait_for_all(self, key: str, what: str) -> dict[int, Any]:

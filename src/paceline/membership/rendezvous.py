@@ -8,7 +8,6 @@ import datetime
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -19,11 +18,12 @@ import torch.distributed as dist
 
 from paceline.comm import Alone, DistComm
 from paceline.environment import Environment, check_transport
-from paceline.errors import DeadlineError, MismatchError, PacelineError, UsageError, nearest
+from paceline.errors import DeadlineError, MismatchError, UsageError, nearest
 from paceline.membership.board import StoreBoard
 from paceline.parts import Comm
 
 _FAREWELL_S = 60.0  # how long a finished worker stays for those still in their last operation
+_AFTERMATH_S = 5.0  # ... and worker 0, if it serves the store, after a failure
 
 
 class World:
@@ -37,6 +37,7 @@ class World:
         self.closing: list[Callable[[], None]] = []  # called when this worker leaves, whatever the reason
         self._pid = os.getpid()
         self._failed = self._over = False
+        self._code = 1  # the exit code after a failure
 
     def lane(self, name: str) -> Comm:
         """A Comm of its own order. All workers ask for the same lanes in the same order."""
@@ -62,13 +63,9 @@ class World:
 
         def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             if os.getpid() == self._pid:
+                self._code = getattr(error, "exit_code", 1)
                 self.fail(error)
             hook(kind, error, trace)
-            if isinstance(error, PacelineError):
-                self.leave()
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(error.exit_code)  # the exit code says whose fault it was; atexit has nothing left to do
 
         sys.excepthook = tell
         atexit.register(self.leave)
@@ -87,28 +84,30 @@ class World:
         for close in self.closing:
             close()
         if self.board is not None:
+            with contextlib.suppress(Exception):  # the store may be gone: then there is nobody to wait for
+                self._farewell(self.board)
+            if self._failed:
+                # An operation may be under way, and taking down its group would block until its deadline.
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(self._code)
             with contextlib.suppress(Exception):
-                if not self._failed:
-                    self._farewell(self.board)
-            # Destroying a group with an operation under way can block, and the process ends anyway.
-            closing = threading.Thread(target=_close, daemon=True)
-            closing.start()
-            closing.join(5.0)
+                dist.destroy_process_group()
 
     def _farewell(self, board: StoreBoard) -> None:
-        board.write(f"left/{self.rank}", {"steps": board.step, "ops": {c.name: c.ops for c in self.lanes}})
-        end = time.monotonic() + min(_FAREWELL_S, self.deadline_s)
-        while time.monotonic() < end and board.read("cause") is None:
-            if len(board.others("left")) == self.world - 1:
-                if self.rank == 0 and not self.env.served:
-                    time.sleep(0.2)  # worker 0 takes the store with it: let the others read the last word
+        """After a failure only the server of the store stays, until the others have read the cause."""
+        if not self._failed:
+            board.write(f"left/{self.rank}", {"steps": board.step, "ops": {c.name: c.ops for c in self.lanes}})
+        board.write(f"gone/{self.rank}", True)
+        serves = self.rank == 0 and not self.env.served
+        failed = self._failed or board.read("cause") is not None
+        end = time.monotonic() + (_AFTERMATH_S if failed else min(_FAREWELL_S, self.deadline_s))
+        while time.monotonic() < end and (serves or not failed):
+            if len(board.others("gone")) == self.world - 1:
+                time.sleep(0.1 if serves else 0)  # the last reader may still be reading
                 return
+            failed = failed or board.read("cause") is not None
             time.sleep(0.02)
-
-
-def _close() -> None:
-    with contextlib.suppress(Exception):
-        dist.destroy_process_group()
 
 
 def join(env: Environment, *, backend: str | None, deadline_s: float) -> World:
@@ -151,17 +150,9 @@ def _store(env: Environment, timeout: datetime.timedelta) -> Any:
     """The c10d store. Worker 0 serves it, on its own address only, unless the launcher does."""
     attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     serves = env.rank == 0 and not env.served
-    listening = _listen(env).detach() if serves else None
+    extra: dict[str, Any] = {"master_listen_fd": _listen(env).detach()} if serves else {}
     try:
-        store = dist.TCPStore(
-            env.address,
-            env.port,
-            None,
-            serves,
-            timeout,
-            wait_for_workers=False,
-            **({"master_listen_fd": listening} if serves else {}),
-        )
+        store = dist.TCPStore(env.address, env.port, None, serves, timeout, wait_for_workers=False, **extra)
     except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
         raise DeadlineError(
             f"worker {env.rank} cannot reach the store at {env.address}:{env.port}",
@@ -186,7 +177,7 @@ def _listen(env: Environment) -> socket.socket:
         raise UsageError(
             f"worker 0 cannot listen on {env.address}:{env.port}",
             why=str(error),
-            do=f"set MASTER_PORT to a free port on every worker, {other} for example; MASTER_ADDR must be worker 0's own",
+            do=f"set MASTER_PORT to a free port on every worker, say {other}; MASTER_ADDR must be worker 0's own",
         ) from None
     sock.listen(1024)
     return sock

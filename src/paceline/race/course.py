@@ -1,14 +1,15 @@
-"""The race itself: every contender's workers are started once, then they take turns, so that noise hits all alike.
+"""The race itself: every contender's workers are started once, then take turns, so noise hits all alike.
 
-Only one group computes at any moment. A round gives everyone a turn of a few steps; every other round goes backwards, so
-that nobody always runs after the same neighbour. A contender that fails is out, with its reason, and the others go on.
+Only one group computes at any moment. A round gives everyone a turn of a few steps; every other round goes
+backwards, so that nobody always runs after the same neighbour. A contender that fails is out, with its
+reason, and the others go on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from paceline.race.score import SINGLE, Entry, Target
 
 START_S = 300.0  # a dozen processes import torch at once on two cores
 STOP_S = 60.0
-_FIRST_TURN_S = 600.0  # while there is nobody to compare with
+_FIRST_TURN_S = 600.0
 _LEAST_TURN_S = 60.0
 _SLOWEST_TIMES = 10
 
@@ -39,7 +40,7 @@ class Rules:
     turn: int = 5  # steps at a time
     target: Target | None = None
     threads: int = 1
-    deadline_s: float | None = None  # for a turn; None: ten times the slowest other
+    deadline_s: float | None = None  # for a turn; None: ten times the slowest so far
 
 
 @dataclass
@@ -80,11 +81,11 @@ def run(
     directory: Path,
     watch: Watch = lambda _: None,
 ) -> bool:
-    """Run the race; what came of it is in the contenders. False: it was interrupted, and so is not complete."""
+    """Run the race; what came of it is in the contenders. False: it was interrupted and is not complete."""
     with _ended(contenders, watch):
         try:
             _start(contenders, rules, network, directory, watch)
-            for number in _rounds():
+            for number in itertools.count():
                 racing = [c for c in contenders if c.racing]
                 if not racing:
                     return True
@@ -96,13 +97,6 @@ def run(
                     contender.error = "interrupted"
             return False
     return True
-
-
-def _rounds() -> Iterator[int]:
-    number = 0
-    while True:
-        yield number
-        number += 1
 
 
 @contextlib.contextmanager
@@ -118,9 +112,7 @@ def _ended(contenders: Sequence[Contender], watch: Watch) -> Iterator[None]:
                 watch(contender)
 
 
-def _start(
-    contenders: Sequence[Contender], rules: Rules, network: Network, directory: Path, watch: Watch
-) -> None:
+def _start(contenders: Sequence[Contender], rules: Rules, network: Network, directory: Path, watch: Watch) -> None:
     """All at once: most of a start is importing, and nothing is measured yet."""
     for number, contender in enumerate(contenders):
         folder = directory / contender.method.replace(":", "-").replace("/", "-")
@@ -164,6 +156,7 @@ def _take_turn(contender: Contender, contenders: Sequence[Contender], rules: Rul
         contender.state = "waiting"
         if not goes_on:
             contender.state = "finished"  # the script had fewer steps in it than the race
+            contender.counted = len(score.laps(group.events, rules.warmup))
         elif contender.counted >= rules.steps or _reached(group, rules.target):
             group.stop(STOP_S)
             contender.state = "finished"
@@ -180,8 +173,9 @@ def next_turn(done: int, counted: int, rules: Rules) -> tuple[int, int]:
 def _deadline(contender: Contender, contenders: Sequence[Contender], steps: int, rules: Rules) -> float:
     if rules.deadline_s is not None:
         return rules.deadline_s
-    others = [c.step_s for c in contenders if c is not contender and c.step_s > 0]
-    return max(_LEAST_TURN_S, _SLOWEST_TIMES * max(others) * steps) if others else _FIRST_TURN_S
+    if contender.step_s == 0:
+        return _FIRST_TURN_S  # a slow link is no failure, and nobody knows yet how slow it is
+    return max(_LEAST_TURN_S, _SLOWEST_TIMES * max(c.step_s for c in contenders) * steps)
 
 
 def _reached(group: Group, target: Target | None) -> bool:
@@ -197,16 +191,3 @@ def _out_if_it_fails(contender: Contender, watch: Watch) -> Iterator[None]:
         if contender.group is not None:
             contender.group.end()
         watch(contender)
-
-
-# ---------------------------------------------------------------------------------------------------- what is run
-
-TASKS = ("text", "fashion", "digits")
-
-
-def task_command(task: str, seed: int, extra: Sequence[str]) -> list[str]:
-    """How a built-in task, or the user's own script, is started. The race ends it, not its number of steps."""
-    if task in TASKS:
-        own = ["--steps", str(10**9), "--seed", str(seed)]
-        return [sys.executable, "-m", f"paceline.tasks.{task}", *own, *extra]
-    return [sys.executable, task, *extra]

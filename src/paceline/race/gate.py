@@ -1,9 +1,9 @@
 """The worker's side of taking turns: between two steps it asks the gate whether it may go on.
 
-PACELINE_GATE="r,w" names two inherited pipes. The worker writes `done <steps>` and then waits for `go <n>` (n more steps)
-or `stop`. Its first word is `done 0`: it is ready. A closed pipe means stop too, so nothing is left behind when the race
-dies. What a turn costs is measured where it opens and closes, while nobody else computes: three barriers, and the network
-interface's own counters.
+PACELINE_GATE="r,w" names two inherited pipes. The worker writes `done <steps>` and then waits for `go <n>`
+(n more steps) or `stop`. Its first word is `done 0`: it is ready. A closed pipe means stop too, so nothing
+is left behind when the race dies. What a turn costs is measured where it opens and closes, while nobody
+else computes: three barriers, and the network interface's own counters.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ _BARRIERS = 3  # the first of them only brings the workers to the same moment
 class Gate:
     """Counts the steps of a turn. Calling it gives False once there is no other turn."""
 
-    def __init__(
-        self, recorder: Recorder, barrier: Callable[[], None], env: Mapping[str, str] = os.environ
-    ) -> None:
+    def __init__(self, recorder: Recorder, barrier: Callable[[], None], env: Mapping[str, str] = os.environ) -> None:
         self.recorder, self.barrier = recorder, barrier
         self._in, self._out = _pipes(env.get(GATE, ""))
         self._wire = env.get(WIRE, "")

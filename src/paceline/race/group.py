@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.launch import _die_with_parent as die_with_parent
+from paceline.errors import PeerError
+from paceline.launch import die_with_parent
 from paceline.race.gate import GATE
 from paceline.race.network import Place
 from paceline.race.tail import Tail
@@ -23,11 +24,10 @@ _POLL_S = 0.2
 _GRACE_S = 3.0  # after one worker has failed, the others get this long to say why, before they are ended
 _CAUSE = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Exit)\b")
 _ADVICE = re.compile(r"\s+(why|do): ")  # the second and third line of our own errors
+_RANK = re.compile(r"^\[rank\d+\]: ")  # torch puts it before every line of a traceback
 _LONGEST = 400
 # What a worker says whose neighbour has gone: true, but not the reason.
-_CONSEQUENCE = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|PeerError|DeadlineError", re.IGNORECASE
-)
+_CONSEQUENCE = re.compile(r"connection (closed|reset|refused)|broken pipe|PeerError|DeadlineError", re.IGNORECASE)
 
 
 class ContenderError(Exception):
@@ -50,9 +50,7 @@ class Worker:
 class Group:
     """All workers of one contender."""
 
-    def __init__(
-        self, directory: Path, command: Sequence[str], places: Sequence[Place], env: dict[str, str]
-    ) -> None:
+    def __init__(self, directory: Path, command: Sequence[str], places: Sequence[Place], env: dict[str, str]) -> None:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         self.workers: list[Worker] = []
@@ -61,7 +59,7 @@ class Group:
         try:
             for rank, place in enumerate(places):
                 self.workers.append(_start(rank, [*place.prefix, *command], place.env | env, directory))
-        except OSError as error:
+        except (OSError, subprocess.SubprocessError) as error:
             self.end()
             raise ContenderError(f"cannot be started: {error}") from None
 
@@ -93,7 +91,7 @@ class Group:
         return True
 
     def stop(self, seconds: float) -> None:
-        """No more turns: the script ends by itself, with its last evaluation and whatever else it does then."""
+        """No more turns: the script ends by itself, with its last evaluation and whatever else it does."""
         for worker in self.workers:
             _say(worker, "stop\n")
         end = time.monotonic() + seconds
@@ -109,9 +107,7 @@ class Group:
         running = [w for w in self.workers if w.process.poll() is None]
         for worker in running:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(
-                    worker.process.pid, signal.SIGKILL
-                )  # with its data loaders: it leads a session of its own
+                os.killpg(worker.process.pid, signal.SIGKILL)  # with its data loaders: it leads a session of its own
         for worker in running:
             worker.process.wait()
         for worker in self.workers:
@@ -137,8 +133,12 @@ class Group:
         self.read()
         reasons = {rank: self._reason(rank) for rank in failed}
         # The first that does not merely complain about another worker.
-        cause = next((rank for rank in failed if not _CONSEQUENCE.search(reasons[rank])), failed[0])
+        cause = next((rank for rank in failed if not self._blames_another(rank, reasons[rank])), failed[0])
         raise ContenderError(self._told(cause, reasons[cause]))
+
+    def _blames_another(self, rank: int, reason: str) -> bool:
+        code = self.workers[rank].process.returncode
+        return code == PeerError.exit_code or _CONSEQUENCE.search(reason) is not None
 
     def _reason(self, rank: int) -> str:
         code = self.workers[rank].process.returncode
@@ -156,9 +156,10 @@ class Group:
 def first_cause(log: Path) -> str:
     """What went wrong, from a worker's output: the last exception it names, else its last line."""
     try:
-        lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        said = log.read_text(errors="replace").splitlines()
     except OSError:
         return ""
+    lines = [line for raw in said if (line := _RANK.sub("", raw).rstrip())]
     named = [i for i, line in enumerate(lines) if _CAUSE.match(line)]
     if not named:
         return lines[-1].strip()[:_LONGEST] if lines else ""
@@ -184,7 +185,7 @@ def _start(rank: int, command: list[str], env: dict[str, str], directory: Path) 
                 # Ctrl-C is for the race, which then ends its workers in an order that leaves results behind.
                 start_new_session=True,
             )
-    except OSError:
+    except (OSError, subprocess.SubprocessError):
         os.close(go)
         os.close(done)
         raise
@@ -195,9 +196,7 @@ def _start(rank: int, command: list[str], env: dict[str, str], directory: Path) 
 
 
 def _say(worker: Worker, text: str) -> None:
-    with contextlib.suppress(
-        BrokenPipeError
-    ):  # it has ended: that is found out where its exit code is looked at
+    with contextlib.suppress(BrokenPipeError):  # it has ended: that is found out where its exit code is looked at
         os.write(worker.go, text.encode())
 
 

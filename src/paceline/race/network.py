@@ -1,4 +1,4 @@
-"""Where the workers of a race run: on hosts of the network lab, on paced sockets, or simply on this machine."""
+"""Where the workers of a race run: hosts of the network lab, paced sockets, or simply this machine."""
 
 from __future__ import annotations
 
@@ -119,9 +119,7 @@ def alone() -> list[Place]:
 
 
 def clean_environment() -> dict[str, str]:
-    return {
-        name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith(_FOREIGN)
-    }
+    return {name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith(_FOREIGN)}
 
 
 def _free_port() -> int:

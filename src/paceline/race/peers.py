@@ -1,7 +1,8 @@
 """What torch itself ships for the same job, behind one call, so that a race compares like with like.
 
-Each is set up as its documentation says, on the default process group and gloo; what had to differ says why. A peer is
-not a method of ours: the engine never sees it, so only its clock, its losses and its interface are measured.
+Each is set up as its documentation says, on the default process group and gloo; what had to differ says
+why. A peer is not a method of ours: the engine never sees it, so only its clock, its losses and its
+interface are measured.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline.errors import MethodError, UsageError, nearest
 
-# torch.distributed.fsdp and .optim are imported where they are used: they take a second, and `import paceline` comes here.
+# torch.distributed.fsdp and .optim are imported where they are used: they take a second, and whoever imports
+# paceline comes through here.
 
 PEERS = {
     "floor": "no communication at all: every worker trains alone, so nothing can be faster",
@@ -46,9 +48,7 @@ POWERSGD_RANK, POWERSGD_START = (
 Pair = tuple[nn.Module, Optimizer]
 
 
-def prepare_peer(
-    name: str, model: nn.Module, optimizer: Optimizer, loader: Any
-) -> tuple[nn.Module, Optimizer, Any]:
+def prepare_peer(name: str, model: nn.Module, optimizer: Optimizer, loader: Any) -> tuple[nn.Module, Optimizer, Any]:
     """The model and the optimizer as the peer wants them. The loader is given back as it came."""
     if name not in PEERS:
         raise MethodError(f"there is no peer {name!r}", do=nearest(name, PEERS))
@@ -64,20 +64,20 @@ def prepare_peer(
 
 
 def _ddp(model: nn.Module, optimizer: Optimizer) -> Pair:
-    return DDP(model), optimizer
+    return DistributedDataParallel(model), optimizer
 
 
 def _fp16(model: nn.Module, optimizer: Optimizer) -> Pair:
-    wrapped = DDP(model)
+    wrapped = DistributedDataParallel(model)
     wrapped.register_comm_hook(None, fp16_compress_hook)
     return wrapped, optimizer
 
 
 def _powersgd(model: nn.Module, optimizer: Optimizer) -> Pair:
-    # The hook blocks inside a callback of the first bucket's all-reduce; on gloo the second bucket then waits for the
-    # thread that is blocked. With a single bucket there is no second one.
+    # The hook blocks inside a callback of the first bucket's all-reduce; on gloo the second bucket then waits for
+    # the thread that is blocked. With a single bucket there is no second one.
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    wrapped = DDP(model, bucket_cap_mb=size // 2**20 + 1)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=size // 2**20 + 1)
     state = PowerSGDState(
         process_group=None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_START
     )
@@ -88,9 +88,9 @@ def _powersgd(model: nn.Module, optimizer: Optimizer) -> Pair:
 def _local_sgd(model: nn.Module, optimizer: Optimizer) -> Pair:
     from torch.distributed.optim import PostLocalSGDOptimizer
 
-    wrapped = DDP(model)
-    # No gradients travel after the warm-up. torch's default would still average them inside each host, which on one
-    # machine is everybody.
+    wrapped = DistributedDataParallel(model)
+    # No gradients travel after the warm-up. torch's default would still average them inside each host, which on
+    # one machine is everybody.
     state = PostLocalSGDState(
         process_group=None,
         subgroup=None,
@@ -107,8 +107,8 @@ def _fsdp2(model: nn.Module, optimizer: Optimizer) -> Pair:
 
     names = {id(p): name for name, p in model.named_parameters()}
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    # A list of modules is how blocks of layers are written. Each block is gathered when it is needed; what is left
-    # belongs to the whole model. Children come before the modules that hold them.
+    # A list of modules is how blocks of layers are written. Each block is gathered when it is needed; what is
+    # left belongs to the whole model. Children come before the modules that hold them.
     for module in reversed(list(model.modules())):
         if isinstance(module, nn.ModuleList):
             for block in module:
@@ -124,7 +124,7 @@ def _zero1(model: nn.Module, optimizer: Optimizer) -> Pair:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     groups = _groups(optimizer, lambda p: p)
-    return DDP(model), ZeroRedundancyOptimizer(
+    return DistributedDataParallel(model), ZeroRedundancyOptimizer(
         groups, optimizer_class=type(optimizer), **_settings(optimizer)
     )
 

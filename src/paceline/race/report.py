@@ -1,7 +1,7 @@
 """The race as one page: no script, nothing fetched, readable on a phone, light and dark.
 
-The plots are matplotlib's SVG inside the page. Lines keep their colours; text, axes and grid are drawn in stand-in
-colours that are then replaced by the page's own, so they follow its theme.
+The plots are matplotlib's SVG inside the page. Lines keep their colours; text, axes and grid are drawn in
+stand-in colours that are then replaced by the page's own, so they follow its theme.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _LINES = ["#3b82d6", "#e0702a", "#2f9e62", "#c23f8e", "#8a63d2", "#b8860b", "#1a
 _GREY = "#8c8c8c"
 
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1d2430; --soft: #5d6778; --line: #dfe3ea; --page: #ffffff; --card: #f6f7f9;
-  --bad: #b3261e; }
+:root { color-scheme: light dark;
+  --ink: #1d2430; --soft: #5d6778; --line: #dfe3ea; --page: #ffffff; --card: #f6f7f9; --bad: #b3261e; }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e6e9ee; --soft: #9aa4b4; --line: #333b48; --page: #14181f; --card: #1c222c; --bad: #ff8a80; }
 }
@@ -50,7 +50,8 @@ td:first-child { font-weight: 600; } tr.aside td { color: var(--soft); font-weig
 .bad { color: var(--bad); } td.bad { white-space: normal; text-align: left; }
 figure { margin: 1rem 0 0; background: var(--card); border: 1px solid var(--line); border-radius: .6rem;
   padding: .9rem 1rem; }
-figure svg { display: block; width: 100%; height: auto; color: var(--ink); }
+figure > div { overflow-x: auto; }
+figure svg { display: block; width: 100%; min-width: 30rem; height: auto; color: var(--ink); }
 figcaption { margin-top: .4rem; }
 ul { margin: .75rem 0; padding-left: 1.1rem; }
 code { font: .85rem ui-monospace, "SF Mono", Menlo, Consolas, monospace; overflow-wrap: anywhere; }
@@ -69,9 +70,7 @@ def check_plots() -> None:
         ) from None
 
 
-def page(
-    result: Result, entries: Sequence[Entry], notes: Sequence[str], *, warmup: int, target: Target | None
-) -> str:
+def page(result: Result, entries: Sequence[Entry], notes: Sequence[str], *, warmup: int, target: Target | None) -> str:
     """The whole page. `entries` are what the plots are drawn from."""
     title = f"{result.task}: {result.workers} workers, {result.link} link"
     figures = "".join(_figures(result, entries, warmup, target))
@@ -97,7 +96,7 @@ def page(
 </head>
 <body><main>
 <h1>{escape(title)}</h1>
-<p class="soft">A Paceline race: the same script under every method, in turns of a few steps on the same machine.</p>
+<p class="soft">A Paceline race: the same script under every method, taking turns on the same machine.</p>
 <dl>{items}</dl>
 <div class="wide">{_table(result.rows, target)}</div>
 <ul>{said}</ul>
@@ -134,9 +133,7 @@ def _figures(result: Result, entries: Sequence[Entry], warmup: int, target: Targ
     def over_bytes(entry: Entry, series: Sequence[Point]) -> list[float]:
         return _megabytes(entry, series, wire=wire)
 
-    raced = [
-        entry for entry in entries if entry.method != FLOOR
-    ]  # its workers learn apart: their losses mean little
+    raced = [entry for entry in entries if entry.method != FLOOR]  # its workers learn apart: their losses mean little
     colours = _colours(entries)
     bars = _bars(result, entries, warmup)
     figures = [_figure("steps", "Where a step's time goes", bars, "Milliseconds of a mean step.")]
@@ -149,9 +146,7 @@ def _figures(result: Result, entries: Sequence[Entry], warmup: int, target: Targ
         curves = {e.method: (e, score.progress(e.events, metric)) for e in raced}
         name = label.partition(" (")[0].capitalize()
         drawn = _curves(curves, over_time, colours, ("the job's own seconds", label), line)
-        figures.append(
-            _figure(metric, f"{name} over time", drawn, "Time in which the others ran does not count.")
-        )
+        figures.append(_figure(metric, f"{name} over time", drawn, "Time in which the others ran does not count."))
         if metric == "accuracy":
             caption = "Bytes by the network interface." if wire else "Payload bytes; not known for peers."
             drawn = _curves(curves, over_bytes, colours, ("MB sent by a worker", label), line)
@@ -162,10 +157,8 @@ def _figures(result: Result, entries: Sequence[Entry], warmup: int, target: Targ
 def _figure(name: str, title: str, svg: str | None, caption: str) -> str:
     if svg is None:
         return ""
-    svg = re.sub(
-        r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg
-    )  # several drawings, one page: ids must differ
-    return f"<h2>{escape(title)}</h2><figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
+    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg)  # several drawings, one page: ids must differ
+    return f"<h2>{escape(title)}</h2><figure><div>{svg}</div><figcaption>{escape(caption)}</figcaption></figure>"
 
 
 def _colours(entries: Sequence[Entry]) -> dict[str, str]:
@@ -198,9 +191,7 @@ def _curves(
             continue
         style = ":" if method == SINGLE else "--" if method.startswith("torch:") else "-"
         dot = "o" if len(series) < 12 else ""
-        axes.plot(
-            x, [p.value for p in series], style + dot, color=colours[method], lw=1.8, ms=4, label=method
-        )
+        axes.plot(x, [p.value for p in series], style + dot, color=colours[method], lw=1.8, ms=4, label=method)
         drawn += 1
     if not drawn:
         return None
@@ -221,7 +212,10 @@ def _bars(result: Result, entries: Sequence[Entry], warmup: int) -> str | None:
     """The floor's step is what computing takes; exposed communication is what the floor does not wait for."""
     laps = {entry.method: [lap.ms for lap in score.laps(entry.events, warmup)] for entry in entries}
     means = {method: score.typical(ms) for method, ms in laps.items() if ms}
-    shown = [row for row in reversed(in_order(result.rows)) if row.method in means and row.method != SINGLE]
+    shown = sorted(
+        (row for row in result.rows if row.method in means and row.method != SINGLE),
+        key=lambda row: -means[row.method],
+    )
     if not shown or FLOOR not in means:
         return None
     figure, axes = _canvas(0.9 + 0.42 * len(shown))

@@ -1,4 +1,4 @@
-"""What a race leaves behind: its rows, and enough about the machine to know what they are worth. As JSON, schema 1."""
+"""What a race leaves behind, as JSON: its rows, and enough about the machine to know what they are worth."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def describe(
     """The rows with where, when and how they were measured. `arguments` are those of the command line."""
     return Result(
         paceline=_version(),
-        torch=torch.__version__,
+        torch=str(torch.__version__),  # a str, but of a class of its own
         machine=machine(),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=shlex.join(["paceline", *arguments]),

@@ -1,7 +1,8 @@
 """What a contender's events say, as numbers. Pure functions: events in, rows out.
 
-A step takes as long as its slowest worker: the maximum over the workers of wall and data time. Warm-up steps do not
-count, and neither does the first step of a turn: TCP has forgotten the link's speed while the others ran.
+A step takes as long as its slowest worker: the maximum over the workers of wall and data time. Warm-up
+steps do not count, and neither does the first step of a turn: TCP has forgotten the link's speed while the
+others ran.
 """
 
 from __future__ import annotations
@@ -150,8 +151,7 @@ def points(events: Events, name: str) -> list[Point]:
 def smooth(series: Sequence[Point], last: int = _LAST) -> list[Point]:
     """Each value becomes the mean of itself and those before it, `last` in all."""
     return [
-        p._replace(value=_mean(q.value for q in series[max(0, i + 1 - last) : i + 1]))
-        for i, p in enumerate(series)
+        p._replace(value=_mean(q.value for q in series[max(0, i + 1 - last) : i + 1])) for i, p in enumerate(series)
     ]
 
 
@@ -244,7 +244,7 @@ def _add_events(row: Row, entry: Entry, warmup: int, target: Target | None) -> N
 
 
 def _wire_turns(events: Events, warmup: int) -> list[Wire]:
-    """The counters of the turns that began after the warm-up: some methods send everything in their first steps."""
+    """Of the turns that began after the warm-up: some methods send everything in their first steps."""
     kept = []
     for worker in events:
         done = 0

@@ -27,9 +27,7 @@ class Progress:
 
     def __init__(self, console: Console, contenders: Sequence[Contender], rules: Rules) -> None:
         self.console, self.contenders, self.rules = console, contenders, rules
-        self._live = (
-            Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
-        )
+        self._live = Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
         self._said = time.monotonic()
         self._seen: dict[str, tuple[str, ...]] = {}  # recomputed only for the contender that has changed
 
@@ -44,9 +42,7 @@ class Progress:
             self.console.print(f"starting {names}", highlight=False, soft_wrap=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._live is not None:
             self._live.__exit__(kind, error, at)
 
@@ -58,7 +54,9 @@ class Progress:
         over = contender.state in ("finished", "out")
         if over or (contender.state == "waiting" and time.monotonic() - self._said > _QUIET_S):
             self._said = time.monotonic()
-            self.console.print("  ".join(word for word in columns if word), highlight=False, markup=False)
+            self.console.print(
+                "  ".join(word for word in columns if word), highlight=False, markup=False, soft_wrap=True
+            )
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
@@ -66,9 +64,7 @@ class Progress:
             table.add_column(no_wrap=True)
         table.add_column(no_wrap=True, overflow="ellipsis")
         for contender in self.contenders:
-            table.add_row(
-                *(Text(word) for word in self._seen[contender.method]), style=_COLOURS[contender.state]
-            )
+            table.add_row(*(Text(word) for word in self._seen[contender.method]), style=_COLOURS[contender.state])
         return table
 
     def _columns(self, contender: Contender) -> tuple[str, ...]:
@@ -92,9 +88,7 @@ def first_line(text: str) -> str:
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
     """The fastest first; what was not measured last."""
-    return sorted(
-        rows, key=lambda row: row.step_ms_median if row.step_ms_median is not None else float("inf")
-    )
+    return sorted(rows, key=lambda row: row.step_ms_median if row.step_ms_median is not None else float("inf"))
 
 
 def bytes_column(rows: Sequence[Row]) -> str:
@@ -130,7 +124,7 @@ def headings(target: Target | None) -> list[str]:
 
 def table(rows: Sequence[Row], target: Target | None) -> Table:
     """Fits 80 columns."""
-    out = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    out = Table(box=box.SIMPLE_HEAD, padding=(0, 0 if target else 1, 0, 0), show_edge=False)
     for i, word in enumerate(headings(target)):
         # Two-line headings keep the columns as narrow as their numbers.
         out.add_column(
@@ -145,30 +139,30 @@ def table(rows: Sequence[Row], target: Target | None) -> Table:
 
 
 def notes(rows: Sequence[Row], network: Network, target: Target | None) -> list[str]:
-    """What has to be known to read the table."""
+    """What has to be known to read the table; each fits 80 columns, but for reasons of failure."""
     names = {row.method for row in rows}
+    hosts = f"{network.hosts} host{'s' * (network.hosts > 1)}"
     where = {
-        "lab": f"link: {network.label} for each of {network.hosts} hosts in the network lab, real TCP",
-        "emulated": f"link: {network.label}, by pacing each connection, because {network.why_emulated}",
+        "lab": f"link: {network.label}, real TCP between {hosts} in the network lab",
+        "emulated": f"link: {network.label} by pacing each connection: {network.why_emulated}",
         "none": "link: unlimited, this machine's loopback",
     }
     lines = [where[network.kind]]
     if SINGLE in names:
-        lines.append("single: one worker with the whole batch; speedup is samples/s over its samples/s")
+        lines.append("single: one worker with the whole batch; speedup is over it")
     if FLOOR in names:
-        lines.append("floor: no communication at all, so no common model; exposed: how much longer than the")
-        lines[-1] += " floor a worker waits in a step"
+        lines.append("floor: no communication, so no common model either")
+        lines.append("exposed: how much longer a worker waits in a step than in the floor's")
     if any(name.startswith("torch:") for name in names):
-        lines.append("torch:...: what PyTorch itself ships")
+        lines.append("torch:...: peers, PyTorch's own")
     if bytes_column(rows) == "wire_bytes_per_step":
-        lines.append("MB/step: what a worker sends, by its network interface, headers and all")
+        lines.append("MB/step: sent by a worker, counted by its network interface")
     else:
         lines.append("MB/step: a worker's payload; not known for peers")
-    lines.append("step ms is the median; samples/s and exposed are means, so rare communication counts")
+    lines.append("step ms: the median; samples/s and exposed: means, so rare messages count")
     if target:
         lines.append(f"target s: the job's own seconds until {target}")
-    lines += [f"{row.method} is out: {first_line(row.error)}" for row in rows if row.error]
-    return lines
+    return lines + [f"{row.method} is out: {first_line(row.error)}" for row in rows if row.error]
 
 
 def _number(value: float | None, form: str) -> str:

@@ -1,4 +1,4 @@
-"""Events as they are written: each call gives what came since the last one, so a long race stays cheap to watch."""
+"""Events as they are written: each call gives only the new ones, so a long race stays cheap to watch."""
 
 from __future__ import annotations
 

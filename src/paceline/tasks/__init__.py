@@ -1,1 +1,3 @@
 """The built-in jobs, written as any user would write them: plain scripts around `paceline.prepare`."""
+
+TASKS = ("text", "fashion", "digits")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
@@ -37,7 +36,7 @@ def main() -> None:
     loader = DataLoader(train, batch_size=args.batch, shuffle=True, drop_last=True)
     model, optimizer, loader = paceline.prepare(model, optimizer, loader)
     for step, (x, y) in batches(loader, args.steps):
-        loss = F.cross_entropy(model(x), y)
+        loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
@@ -20,7 +19,7 @@ PACKAGED = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package p
 
 
 def read_idx(path: Path) -> Tensor:
-    """A gzipped IDX file of unsigned bytes: 0, 0, type, rank, then each extent as a big-endian 32-bit number."""
+    """A gzipped IDX file of unsigned bytes: 0, 0, type, rank, each extent as a big-endian 32-bit number."""
     try:
         with gzip.open(path) as file:
             raw = file.read()
@@ -53,7 +52,7 @@ def find(asked: str | None) -> Path:
         raise DataError(
             f"Fashion-MNIST is not in {folder}",
             why="there is no train-images-idx3-ubyte.gz, and nothing is downloaded at run time",
-            do="install the Debian package `dataset-fashion-mnist`, or give the folder with --data or $PACELINE_DATA",
+            do="install the Debian package `dataset-fashion-mnist`, or give --data FOLDER or $PACELINE_DATA",
         )
     return folder
 
@@ -78,7 +77,7 @@ def main() -> None:
     loader = DataLoader(train, batch_size=args.batch, shuffle=True, drop_last=True)
     model, optimizer, loader = paceline.prepare(model, optimizer, loader)
     for step, (x, y) in batches(loader, args.steps):
-        loss = F.cross_entropy(model(x), y)
+        loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

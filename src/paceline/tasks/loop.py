@@ -1,4 +1,4 @@
-"""What the jobs share besides their loop: options, the walk over the data, what is measured of held-out samples."""
+"""What the jobs share besides their loop: options, the walk over the data, accuracy on held-out samples."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ def arguments(
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--steps", type=_positive, default=steps, help="optimizer steps")
     parser.add_argument("--batch", type=_positive, default=batch, help="samples in a step, over all workers")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of the initial weights and the order of the data"
-    )
+    parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the order of the data")
     parser.add_argument("--eval-every", type=_positive, default=eval_every, help="steps between evaluations")
     if data:
         parser.add_argument("--data", default=None, help="the folder the data files are in")
@@ -72,9 +70,7 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
 def show(step: int, **values: float) -> None:
     """One line, from one worker."""
     if paceline.rank() == 0:
-        columns = itertools.chain(
-            [f"step {step:5d}"], (f"{name} {value:.4f}" for name, value in values.items())
-        )
+        columns = itertools.chain([f"step {step:5d}"], (f"{name} {value:.4f}" for name, value in values.items()))
         print("  ".join(columns), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""A byte-level GPT that learns Python's own standard library: real text of several megabytes, on every machine."""
+"""A byte-level GPT that learns Python's own standard library: megabytes of real text, on every machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 import paceline
@@ -20,7 +19,7 @@ MOST = 8_000_000  # of text: more would take longer to read than it adds to a sh
 HELD_OUT_EVERY = 20  # one file in twenty, 5 %
 EVALUATED = 64  # held-out windows, always the same ones
 
-# Not the language's own library, or so uneven (generated tables, copies of each other) that it teaches nothing else.
+# Not the library itself, or (its tests) not there on every system.
 _SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
@@ -78,13 +77,14 @@ class Block(nn.Module):
         batch, length, width = x.shape
         split = self.qkv(self.norm_1(x)).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = split.permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+        onto: Tensor = self.down(nn.functional.gelu(self.up(self.norm_2(x))))
+        return x + onto
 
 
 class GPT(nn.Module):
-    """1.85 million parameters: small enough for a step in a tenth of a second, large enough to load a link."""
+    """1.85 million parameters: a step in a tenth of a second, and enough bytes to load a link."""
 
     def __init__(self, layers: int = 4, width: int = 192, heads: int = 6) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class GPT(nn.Module):
         self.head.weight = self.byte.weight
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
-                # The residual path adds 2·layers outputs: smaller ones there keep its variance at one (GPT-2).
+                # The residual path adds 2·layers outputs: smaller ones keep its variance at one (GPT-2).
                 onto_path = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(weight, std=0.02 / (2 * layers) ** 0.5 if onto_path else 0.02)
             elif name.endswith("bias"):
@@ -111,13 +111,13 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def evaluate(model: nn.Module, windows: Windows) -> tuple[float, float]:
-    """(loss, share of bytes guessed right) over the same held-out windows every time, shared out over the workers."""
+    """(loss, share of bytes guessed right) over the same held-out windows every time."""
     spread = len(windows) // EVALUATED  # from all over the held-out files, not from the first of them
     x, y = (torch.stack(part) for part in zip(*(windows[i * spread] for i in mine(EVALUATED)), strict=True))
     model.eval()
     logits = model(x)
     model.train()
-    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum").item()
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum").item()
     right = (logits.argmax(-1) == y).sum().item()
     mean_loss, accuracy = over_workers(loss, right, count=y.numel())
     return mean_loss, accuracy
@@ -133,7 +133,7 @@ def main() -> None:
     loader = DataLoader(Windows(text), batch_size=args.batch, shuffle=True, drop_last=True)
     model, optimizer, loader = paceline.prepare(model, optimizer, loader)
     for step, (x, y) in batches(loader, args.steps):
-        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,0 +1,115 @@
+"""What a process holds once it has joined the others: its lanes, its telemetry, its engines."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import paceline
+from paceline.engine import Engine
+from paceline.environment import Environment
+from paceline.errors import UsageError
+from paceline.loader import Loader
+from paceline.membership.rendezvous import World, join
+from paceline.parts import Comm
+from paceline.race.gate import Gate
+from paceline.settings import Settings
+from paceline.telemetry import Hello, Recorder
+from paceline.things import Things
+
+
+@dataclass
+class Session:
+    """One for all calls of `prepare` in a process."""
+
+    world: World
+    control: Comm  # the lane of set-up and loader
+    user: Comm  # the lane of paceline.mean
+    recorder: Recorder
+    gate: Gate | None = None
+    pack: list[Engine] = field(default_factory=list)
+    engines: dict[int, Engine] = field(default_factory=dict)  # by the id of the user's optimizer
+    kept: list[Any] = field(default_factory=list)  # the optimizers, so that their ids stay taken
+
+    @classmethod
+    def start(cls, env: Environment, settings: Settings) -> Session:
+        if env.events is not None:
+            env.events.mkdir(parents=True, exist_ok=True)
+        world = join(env, backend=settings.backend, deadline_s=settings.deadline)
+        recorder = Recorder(env.events, env.rank)
+        control = world.lane("control")
+        gate = Gate.from_env(recorder, lambda: barrier(control))
+        world.closing.append(recorder.close)
+        world.watch_exit()
+        return cls(world, control, world.lane("user"), recorder, gate)
+
+    def check_new(self, things: Things) -> None:
+        if any(id(optimizer) in self.engines for optimizer in things.optimizers):
+            raise UsageError("this optimizer is prepared already", do="call prepare once for each optimizer")
+
+    def agree(self, things: Things, method: str, settings: Settings) -> None:
+        """Every worker has the same model, optimizer, data, method and versions, or none of them starts."""
+        lines = [
+            f"paceline {paceline.__version__}",
+            f"torch {'.'.join(torch.__version__.split('.')[:2])}",
+            f"method {method}",
+            *(f"{name}={getattr(settings, name)}" for name in ("batch", "accumulate", "guard")),
+            *things.lines(),
+        ]
+        self.control.agree("the set-up", "\n".join(lines))
+
+    @torch.no_grad()
+    def share_weights(self, things: Things) -> None:
+        """Everyone starts from worker 0's parameters and buffers."""
+        for model in things.models:
+            for tensor in (*model.parameters(), *model.buffers()):
+                _broadcast(self.control, tensor)
+
+    def say_hello(self, things: Things, method: str) -> None:
+        self.recorder.emit(
+            Hello(
+                t=time.monotonic(),
+                rank=self.world.rank,
+                world=self.world.world,
+                method=method,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                unix=time.time(),
+                torch=torch.__version__,
+                threads=torch.get_num_threads(),
+                parameters=sum(p.numel() for m in things.models for p in m.parameters()),
+            )
+        )
+
+    def print_once(self, method: str, loaders: list[Loader]) -> None:
+        """What is really active, once, by worker 0."""
+        if self.world.rank:
+            return
+        many = self.world.world > 1
+        workers = f"{self.world.world} workers over {self.world.backend}" if many else "1 worker"
+        for line in [f"{workers}, method {method}", *(loader.describe() for loader in loaders)]:
+            print(f"paceline: {line}", file=sys.stderr, flush=True)
+
+
+def barrier(comm: Comm) -> None:
+    comm.sum(torch.zeros(1)).wait()
+
+
+def _broadcast(comm: Comm, tensor: Tensor) -> None:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    whole = real.to(torch.uint8) if real.dtype == torch.bool else real.contiguous()
+    comm.broadcast(whole).wait()
+    if whole.data_ptr() != real.data_ptr():
+        real.copy_(whole)
+
+
+def as_json(config: Any) -> str:
+    return json.dumps(config, sort_keys=True)

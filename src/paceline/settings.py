@@ -1,0 +1,49 @@
+"""The arguments of `prepare` that are not the method's, checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from paceline.errors import UsageError, nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The arguments of `prepare` that are not the method's, checked."""
+
+    batch: Literal["global", "per_worker"] = "global"
+    accumulate: int = 1
+    weight: Callable[[Any], float] | None = None
+    guard: Literal["skip", "raise", "off"] = "skip"
+    deadline: float = 300.0
+    backend: str | None = None
+    bucket_mb: float | None = None
+
+    def __post_init__(self) -> None:
+        _choice("batch", self.batch, ("global", "per_worker"))
+        _choice("guard", self.guard, ("skip", "raise", "off"))
+        if type(self.accumulate) is not int or self.accumulate < 1:
+            raise UsageError(f"accumulate={self.accumulate!r} is not a whole number of 1 or more")
+        _number("deadline", self.deadline, high=86400.0, unit=" seconds")
+        if self.bucket_mb is not None:
+            _number("bucket_mb", self.bucket_mb, high=65536.0, unit=" MB")
+        if self.weight is not None and not callable(self.weight):
+            raise UsageError(f"weight={self.weight!r} is not a function of a batch")
+
+    def bucket_bytes(self, *, gpu: bool) -> int:
+        """On a GPU few large operations are fast; over sockets small ones start earlier and cost little."""
+        return int((self.bucket_mb or (25 if gpu else 4)) * 2**20)
+
+
+def _choice(name: str, value: Any, known: Sequence[str]) -> None:
+    if value not in known:
+        raise UsageError(f"{name}={value!r} is not a choice", do=nearest(str(value), known))
+
+
+def _number(name: str, value: Any, *, high: float, unit: str) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not 0 < value <= high:
+        raise UsageError(f"{name}={value!r} is out of range", do=f"choose {name} above 0 and at most {high:g}{unit}")
