@@ -78,7 +78,7 @@ class Engine:
         self.buckets: list[Bucket] = []
         self._trainable: list[bool] = []
         self._unsent: list[Bucket] = []
-        self._norms: list[Tensor] = []
+        self._extremes: list[Tensor] = []
         self._under_way = self._sends = self._exchanged = False
         self._told = False  # of unused parameters, once
         self._micro = self._backwards = self._sent = 0
@@ -122,7 +122,7 @@ class Engine:
         self._under_way, self._sends = True, sends
         self._backwards += 1
         self._unsent = [b for b in self.buckets if b.active]
-        self._norms.clear()
+        self._extremes.clear()
         for b in self._unsent:
             b.arm()
 
@@ -148,7 +148,7 @@ class Engine:
             self._unsent.remove(b)
             self._load(b)
             if self.guard != "off":
-                self._norms.append(torch.linalg.vector_norm(b.flat, math.inf))
+                self._extremes += torch.aminmax(b.flat)  # NaN and infinity show in them; the cheapest pass there is
             self.pipeline.start(self.method.sync.on_grad(b, self.ex))
 
     def _load(self, b: Bucket) -> None:
@@ -219,11 +219,11 @@ class Engine:
         stamps = [0.0] * world
         stamps[rank] = self.ex.step * 1024.0 + self._backwards
         votes = torch.tensor([0.0] * world + stamps + arrived, dtype=torch.float64)
-        if self._norms:
-            device = self._norms[0].device
-            norms = torch.stack([n.to(device, torch.float32) for n in self._norms])
+        if self._extremes:
+            device = self._extremes[0].device
+            extremes = torch.stack([x.to(device, torch.float32) for x in self._extremes])
             votes = votes.to(device)
-            votes[rank] = norms.isfinite().all().logical_not()
+            votes[rank] = extremes.isfinite().all().logical_not()
         return self.comm.sum(votes)
 
     def _used(self) -> list[list[bool]]:

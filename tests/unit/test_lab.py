@@ -126,9 +126,10 @@ def test_a_link_is_as_fast_as_it_says(hosts: Lab) -> None:
 @lab
 @needs_lab
 def test_a_link_can_be_given_another_speed(hosts: Lab) -> None:
-    hosts.shape(0, parse_link("20mbit"))
-    assert mbit_per_s(*joined(hosts), amount=2_000_000) == pytest.approx(20, rel=0.2)
     hosts.shape(0, UNLIMITED)
+    hosts.shape(1, parse_link("20mbit"))
+    for a, b in ((0, 1), (1, 0)):  # a link is slow in both directions, whoever is at its other end
+        assert mbit_per_s(*joined(hosts, a, b), amount=2_000_000) == pytest.approx(20, rel=0.2)
     hosts.shape(1, UNLIMITED)
     hosts.shape(1, UNLIMITED)  # again: there is nothing to lift any more
     assert mbit_per_s(*joined(hosts), amount=20_000_000) > 200

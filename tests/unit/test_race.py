@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +25,7 @@ from rich.console import Console
 
 from paceline.errors import DeadlineError, MethodError, UsageError
 from paceline.lab import namespaces
+from paceline.lab.interface import Counters
 from paceline.race import course, field, report, result, score, show
 from paceline.race.course import Contender, Rules
 from paceline.race.gate import Gate
@@ -32,6 +34,7 @@ from paceline.race.network import Network, network
 from paceline.race.peers import PEERS, prepare_peer
 from paceline.race.result import Result
 from paceline.race.score import Entry, Row, Target
+from paceline.race.sockets import carried
 from paceline.race.tail import Tail
 from paceline.telemetry import AnyEvent, Barrier, Bye, Metric, Recorder, Step, Wire, read
 
@@ -335,6 +338,31 @@ def test_gate_splits_a_shared_interface_among_its_workers(tmp_path: Path, monkey
     race.close()
 
 
+def test_own_connections_are_counted_and_nobody_elses() -> None:
+    before = carried()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with socket.create_connection(server.getsockname()) as one, server.accept()[0] as other:
+            one.sendall(bytes(100_000))
+            assert len(other.recv(100_000, socket.MSG_WAITALL)) == 100_000
+            other.sendall(b"x" * 10)
+            assert len(one.recv(10, socket.MSG_WAITALL)) == 10
+            now = carried()
+    assert now.received - before.received == 100_010
+    assert now.sent - before.sent == pytest.approx(100_010, abs=20)
+
+
+def test_gate_counts_its_own_connections_undivided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    race = Race(tmp_path, PACELINE_WIRE="tcp", WORLD_SIZE="2")
+    counts = iter([Counters(100, 10), Counters(500, 5)])
+    monkeypatch.setattr("paceline.race.gate.carried", lambda: next(counts))
+    race.say("go 1\nstop\n")
+    while race.gate():
+        pass
+    wires = [e for e in read(tmp_path / "worker-0.jsonl") if isinstance(e, Wire)]
+    assert [(w.sent, w.received, w.interface) for w in wires] == [(400, 0, "tcp")]
+    race.close()
+
+
 def test_gate_refuses_an_interface_that_does_not_exist(tmp_path: Path) -> None:
     race = Race(tmp_path, PACELINE_WIRE="nosuch0")
     race.say("go 1\n")
@@ -580,7 +608,7 @@ def test_an_unlimited_link_is_the_loopback(monkeypatch: pytest.MonkeyPatch) -> N
     assert places[0].env["MASTER_PORT"] == places[1].env["MASTER_PORT"]
     for place in places:
         assert place.prefix == []
-        assert place.env["GLOO_SOCKET_IFNAME"] == place.env["PACELINE_WIRE"] == "lo"
+        assert (place.env["GLOO_SOCKET_IFNAME"], place.env["PACELINE_WIRE"]) == ("lo", "tcp")
         assert place.env["PACELINE_DATA"] == "here"
         assert "TORCHELASTIC_RUN_ID" not in place.env
         assert "PACELINE_PACE" not in place.env

@@ -15,9 +15,11 @@ from collections.abc import Callable, Mapping
 
 from paceline.errors import DeadlineError, UsageError
 from paceline.lab.interface import Counters, counters
+from paceline.race.sockets import carried
 from paceline.telemetry import Barrier, Recorder, Wire
 
 GATE, WIRE, PACE, DEADLINE = "PACELINE_GATE", "PACELINE_WIRE", "PACELINE_PACE", "PACELINE_GATE_DEADLINE"
+OWN_CONNECTIONS = "tcp"  # in place of an interface: count this process's own connections
 _BARRIERS = 3  # the first of them only brings the workers to the same moment
 
 
@@ -31,7 +33,8 @@ class Gate:
         self._pace = float(env.get(PACE) or 0)
         self._deadline_s = float(env.get(DEADLINE) or 3600)
         # Workers of one host share its interface; what it counted is split evenly among them.
-        self._sharing = int(env.get("LOCAL_WORLD_SIZE") or env.get("WORLD_SIZE") or 1)
+        shared = self._wire not in ("", OWN_CONNECTIONS)
+        self._sharing = int(env.get("LOCAL_WORLD_SIZE") or env.get("WORLD_SIZE") or 1) if shared else 1
         self._left = self._turn = 0
         self._stopped = False
         self._unread = b""
@@ -77,8 +80,9 @@ class Gate:
                 Wire(
                     t=time.monotonic(),
                     steps=self._turn,
-                    sent=sent // self._sharing,
-                    received=received // self._sharing,
+                    # A connection closed since takes its count with it.
+                    sent=max(0, sent) // self._sharing,
+                    received=max(0, received) // self._sharing,
                     interface=self._wire,
                 )
             )
@@ -109,6 +113,8 @@ class Gate:
         return int(count) if word == "go" and count.isdecimal() else 0
 
     def _counters(self) -> Counters:
+        if self._wire == OWN_CONNECTIONS:
+            return carried()
         return counters(self._wire) if self._wire else Counters(0, 0)
 
 

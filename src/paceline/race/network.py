@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -13,7 +14,7 @@ from typing import Literal
 from paceline.errors import PacelineError, UsageError
 from paceline.lab import namespaces
 from paceline.lab.namespaces import Lab, parse_link
-from paceline.race.gate import PACE, WIRE
+from paceline.race.gate import OWN_CONNECTIONS, PACE, WIRE
 
 Kind = Literal["lab", "emulated", "none"]
 _LOOPBACK = "127.0.0.1"
@@ -63,6 +64,8 @@ class Network:
     def _place(self, rank: int, on_host: list[int], port: int) -> Place:
         host = on_host[rank]
         interface = self.lab.interface if self.lab else "lo"
+        # Loopback counts every program's bytes on this machine; a host of the lab has its link to itself.
+        counted = self.lab.interface if self.lab else OWN_CONNECTIONS if sys.platform == "linux" else ""
         env = {
             **clean_environment(),
             "RANK": str(rank),
@@ -72,7 +75,7 @@ class Network:
             "MASTER_ADDR": self.lab.address(0) if self.lab else _LOOPBACK,
             "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": interface,
-            WIRE: interface,
+            WIRE: counted,
         }
         if self.kind == "emulated" and self.bytes_per_second:
             env[PACE] = str(self.bytes_per_second)

@@ -148,7 +148,7 @@ def _figures(result: Result, entries: Sequence[Entry], warmup: int, target: Targ
         drawn = _curves(curves, over_time, colours, ("the job's own seconds", label), line)
         figures.append(_figure(metric, f"{name} over time", drawn, "Time in which the others ran does not count."))
         if metric == "accuracy":
-            caption = "Bytes by the network interface." if wire else "Payload bytes; not known for peers."
+            caption = "Counted by the kernel." if wire else "Payload bytes; not known for peers."
             drawn = _curves(curves, over_bytes, colours, ("MB sent by a worker", label), line)
             figures.append(_figure("bytes", f"{name} over bytes sent", drawn, caption))
     return [figure for figure in figures if figure]

@@ -156,7 +156,8 @@ def notes(rows: Sequence[Row], network: Network, target: Target | None) -> list[
     if any(name.startswith("torch:") for name in names):
         lines.append("torch:...: peers, PyTorch's own")
     if bytes_column(rows) == "wire_bytes_per_step":
-        lines.append("MB/step: sent by a worker, counted by its network interface")
+        by = "its network interface" if network.kind == "lab" else "the kernel, without headers"
+        lines.append(f"MB/step: sent by a worker, counted by {by}")
     else:
         lines.append("MB/step: a worker's payload; not known for peers")
     lines.append("step ms: the median; samples/s and exposed: means, so rare messages count")
