@@ -67,7 +67,7 @@ class Rig:
         sizes = self.shares(len(tensors[0]))
         start = sum(sizes[: self.comm.rank])
         mine = slice(start, start + sizes[self.comm.rank])
-        self.engine.batch = Share(sizes[self.comm.rank], len(tensors[0]), last)
+        self.engine.take_batch(Share(sizes[self.comm.rank], len(tensors[0]), last))
         if not sizes[self.comm.rank]:
             return [t[:1] for t in tensors]
         return [t[mine] for t in tensors]

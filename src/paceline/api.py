@@ -136,6 +136,7 @@ def assemble(
     method.check(things.facts(optimizer))
     bucket_bytes = settings.bucket_bytes(gpu=any(p.is_cuda for _, p in things.parameters(optimizer)))
     engine = Engine(
+        optimizer,
         lambda: things.parameters(optimizer),
         method,
         comm,
@@ -155,7 +156,7 @@ def _loader(session: Session, source: Any, method: Method, settings: Settings, e
 
     def hand_out(batch: Batch) -> None:
         for engine in engines:
-            engine.batch = batch
+            engine.take_batch(batch)
         if board is not None:
             board.step = session.recorder.step
             board.where = f"samples {batch.indices[:8]}" if batch.indices else ""

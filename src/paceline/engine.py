@@ -25,6 +25,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from paceline.bucket import Bucket, Slot, cut
 from paceline.errors import MismatchError, NonFiniteError
@@ -53,6 +54,7 @@ class Engine:
 
     def __init__(
         self,
+        optimizer: Optimizer,
         named: Callable[[], list[tuple[str, Tensor]]],
         method: Method,
         comm: Comm,
@@ -64,16 +66,19 @@ class Engine:
         bucket_bytes: int = 4 << 20,
         first_bytes: int = 1 << 20,
     ) -> None:
-        self.named, self.method, self.comm, self.recorder = named, method, comm, recorder
+        self.optimizer, self.named = optimizer, named
+        self.method, self.comm, self.recorder = method, comm, recorder
         self.accumulate, self.guard = accumulate, guard
         self.bucket_bytes, self.first_bytes = bucket_bytes, first_bytes
         self.ex = Exchange(method, comm)
         self.pipeline = Pipeline()
-        self.batch: Batch | None = None  # set by the loader; none: every worker counts the same
+        self.batch: Batch | None = None  # from the loader; none: every worker counts the same
+        self.idle = comm.world == 1 and accumulate == 1  # nobody to agree with: gradients are left alone
         self.scale = 1.0  # what an arriving gradient is multiplied by: [Note: weights]
         self.holding = False
         self.skipped = 0  # steps in a row that did not count
-        self.watch: Callable[[Bucket], None] = lambda b: None  # hooks.py: look after this bucket's parameters
+        self.watch: Callable[[Bucket], None] = lambda b: None  # hooks.py: tell when its gradients arrive
+        self.weigh: Callable[[Bucket], None] = lambda b: None  # hooks.py: multiply them by `scale` before they do
         self.buffers = cut(buffers, comm.world, bucket_bytes)
         self.buckets: list[Bucket] = []
         self._trainable: list[bool] = []
@@ -81,6 +86,8 @@ class Engine:
         self._extremes: list[Tensor] = []
         self._under_way = self._sends = self._exchanged = False
         self._told = False  # of unused parameters, once
+        self._weighs = False  # batches have differed
+        self._counted: Batch | None = None  # the batch that is part of _totals
         self._micro = self._backwards = self._sent = 0
         self._totals: list[float] = []  # of the window's batches
         self._ballot: Handle | None = None
@@ -89,8 +96,8 @@ class Engine:
 
     def refresh(self) -> None:
         """Take up parameters that were added or thawed since; all workers must have done the same."""
-        trainable = [p.requires_grad for _, p in self.named()]
-        if trainable == self._trainable:
+        trainable = [p.requires_grad for group in self.optimizer.param_groups for p in group["params"]]
+        if self.idle or trainable == self._trainable:
             return
         known = {id(s.param) for b in self.buckets for s in b.slots}
         new = [(name, p) for name, p in self.named() if p.requires_grad and id(p) not in known]
@@ -101,7 +108,19 @@ class Engine:
             b.index = len(self.buckets)
             self.buckets.append(b)
             self.watch(b)
+            if self._weighs:
+                self.weigh(b)
         self._trainable = trainable
+
+    def take_batch(self, batch: Batch) -> None:
+        """The loader hands out a batch. [Note: weights]."""
+        self.batch = batch
+        reference = self._totals[0] if self._totals else batch.total
+        self.scale = batch.weight * self.comm.world / reference
+        if self.scale != 1.0 and not self._weighs:
+            self._weighs = True
+            for b in self.buckets:
+                self.weigh(b)
 
     # ------------------------------------------------------------------------------------------------ during backward
 
@@ -112,10 +131,11 @@ class Engine:
             self._send(Event.READY)
 
     def begin(self) -> None:
-        """The first gradient of a backward is about to arrive."""
-        self.scale = self._weigh()
+        """The first gradient of a backward has arrived."""
         self._begin(sends=self._closing and self.method.sync.due(self.ex.step))
-        if self.accumulate > 1 or self.holding or self._totals:
+        windowed = self.accumulate > 1 or self.holding or self._totals
+        if windowed and (self.batch is None or self.batch is not self._counted):
+            self._counted = self.batch
             self._totals.append(self.batch.total if self.batch else float(self.comm.world))
 
     def _begin(self, *, sends: bool) -> None:
@@ -135,13 +155,6 @@ class Engine:
         """Is this the last micro-batch of its window?"""
         full = self._micro + 1 >= self.accumulate or (self.batch is not None and self.batch.last)
         return full and not self.holding
-
-    def _weigh(self) -> float:
-        """[Note: weights]."""
-        if self.batch is None:
-            return 1.0
-        reference = self._totals[0] if self._totals else self.batch.total
-        return self.batch.weight * self.comm.world / reference
 
     def _send(self, event: Event) -> None:
         for b in list(self.method.order.next(self._unsent, event)):
@@ -267,6 +280,9 @@ class Engine:
 
     def step(self, do: Callable[[], Any]) -> Any:
         """The user called optimizer.step(); `do` is the optimizer's own."""
+        if self.idle:
+            self.ex.step += 1
+            return do()
         if not self._closing:
             self._micro += 1
             return None
@@ -322,6 +338,7 @@ class Engine:
     def _over(self) -> None:
         self._exchanged, self._ballot, self._backwards = False, None, 0
         self._totals.clear()
+        self._counted = None
         for b in self.buckets:
             b.reset()
 
@@ -343,6 +360,9 @@ class Engine:
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
         """Hold communication back: backward inside only adds to the window."""
+        if self.idle:
+            self.idle = False
+            self.refresh()
         before, self.holding = self.holding, True
         try:
             yield

@@ -34,6 +34,7 @@ def attach(
     """Connect an engine to the user's objects. `pack` is all engines of this worker, in the order they were made."""
     pack.append(engine)
     engine.watch = lambda b: _watch(engine, b, pack)
+    engine.weigh = lambda b: _weigh(engine, b)
     _wrap_optimizer(engine, optimizer)
     for model in models:
         _watch_forward(engine, model, scaler)
@@ -44,31 +45,33 @@ def attach(
 
 def _watch(engine: Engine, b: Bucket, pack: list[Engine]) -> None:
     for slot in b.slots:
-        slot.param.register_hook(_weigher(engine, pack))
-        slot.param.register_post_accumulate_grad_hook(_arrival(engine, b, slot))
+        slot.param.register_post_accumulate_grad_hook(_arrival(engine, b, slot, pack))
 
 
-def _weigher(engine: Engine, pack: list[Engine]) -> Callable[[Tensor], Tensor | None]:
-    """Before a gradient is accumulated: its share of the mean. Multiplies only where workers' batches differ."""
+def _arrival(engine: Engine, b: Bucket, slot: Slot, pack: list[Engine]) -> Callable[[Tensor], None]:
+    """Runs when autograd has written the parameter's gradient."""
 
-    def weigh(grad: Tensor) -> Tensor | None:
+    def arrive(param: Tensor) -> None:
         if not engine.under_way:
             if not any(e.under_way for e in pack):
                 # Runs when this backward is through, on the thread that called it; an error inside surfaces there.
                 Variable._execution_engine.queue_callback(lambda: _end(pack))
             engine.begin()
+        engine.arrive(b, slot)
+
+    return arrive
+
+
+def _weigh(engine: Engine, b: Bucket) -> None:
+    """Before a gradient is accumulated: its share of the mean. Registered only once workers' batches have differed."""
+
+    def share(grad: Tensor) -> Tensor | None:
         if engine.scale == 1.0:
             return None
         return grad * engine.scale if engine.scale else torch.zeros_like(grad)  # 0 · NaN must be 0
 
-    return weigh
-
-
-def _arrival(engine: Engine, b: Bucket, slot: Slot) -> Callable[[Tensor], None]:
-    def arrive(param: Tensor) -> None:
-        engine.arrive(b, slot)
-
-    return arrive
+    for slot in b.slots:
+        slot.param.register_hook(share)
 
 
 def _end(pack: list[Engine]) -> None:

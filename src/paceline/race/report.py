@@ -198,8 +198,8 @@ def _curves(
     if target:
         axes.axhline(target.value, color=_INK, lw=0.8, ls=(0, (2, 3)))
         axes.annotate(
-            str(target), (1, target.value), xycoords=("axes fraction", "data"), xytext=(-4, 4),
-            textcoords="offset points", ha="right", color=_INK, fontsize=9,
+            str(target), (0, target.value), xycoords=("axes fraction", "data"), xytext=(4, 4),
+            textcoords="offset points", ha="left", color=_INK, fontsize=9,
         )  # fmt: skip
     axes.set_xlabel(labels[0])
     axes.set_ylabel(labels[1])

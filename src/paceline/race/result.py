@@ -124,14 +124,15 @@ def _cpu_model() -> str:
 
 def _commit() -> str | None:
     """The commit of the sources this runs from; None for an installed package."""
+    # An installed package may lie inside somebody else's repository, in a virtual environment: not its commit.
+    tracked = _git("ls-files", "--error-unmatch", Path(__file__).name)
+    return _git("rev-parse", "HEAD") if tracked else None
+
+
+def _git(*words: str) -> str | None:
+    command = ["git", *words]
     try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
