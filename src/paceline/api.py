@@ -241,7 +241,7 @@ def hold(optimizer: Optimizer) -> AbstractContextManager[None]:
 
 def stepping(optimizer: Optimizer) -> bool:
     """With accumulate=N: will the next optimizer.step() really step? For LR schedulers and logging."""
-    return not _engine(optimizer, "stepping").in_window
+    return _engine(optimizer, "stepping").window.closing
 
 
 def _engine(optimizer: Optimizer, what: str) -> Engine:

@@ -63,12 +63,14 @@ def _arrival(engine: Engine, b: Bucket, slot: Slot, pack: list[Engine]) -> Calla
 
 
 def _weigh(engine: Engine, b: Bucket) -> None:
-    """Before a gradient is accumulated: its share of the mean. Registered only once workers' batches have differed."""
+    """Before a gradient is accumulated: its share of the mean. Registered only once workers' batches have
+    differed.
+    """
 
     def share(grad: Tensor) -> Tensor | None:
-        if engine.scale == 1.0:
+        if engine.window.scale == 1.0:
             return None
-        return grad * engine.scale if engine.scale else torch.zeros_like(grad)  # 0 · NaN must be 0
+        return grad * engine.window.scale if engine.window.scale else torch.zeros_like(grad)  # 0 · NaN must be 0
 
     for slot in b.slots:
         slot.param.register_hook(share)
@@ -112,8 +114,8 @@ def _watch_forward(engine: Engine, model: torch.nn.Module, scaler: Any) -> None:
         if module is not model or not torch.is_grad_enabled():
             return
         engine.refresh()
-        if scaler is None and (engine.accumulate > 1 or engine.ex.keeps):
-            _refuse_unknown_scaler("accumulate" if engine.accumulate > 1 else "this method")
+        if scaler is None and (engine.window.accumulate > 1 or engine.ex.keeps):
+            _refuse_unknown_scaler("accumulate" if engine.window.accumulate > 1 else "this method")
 
     model.register_forward_pre_hook(before)
 
@@ -134,10 +136,10 @@ def _wrap_scaler(engine: Engine, optimizer: torch.optim.Optimizer, scaler: Any) 
     engine.ex.loss_scale = lambda: scaler._scale
 
     def paced_step(opt: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return opt.step() if opt is optimizer and engine.in_window else step(opt, *args, **kwargs)
+        return opt.step() if opt is optimizer and not engine.window.closing else step(opt, *args, **kwargs)
 
     def paced_unscale(opt: torch.optim.Optimizer) -> None:
-        if opt is not optimizer or not engine.in_window:
+        if opt is not optimizer or engine.window.closing:
             unscale(opt)
 
     def paced_update(*args: Any, **kwargs: Any) -> None:

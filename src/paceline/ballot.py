@@ -1,0 +1,71 @@
+"""What workers tell each other beside the gradients, in one small sum.
+
+Whose gradients are not finite, at which step each worker is, which parameters anyone used. It leaves with the last
+bucket, so it costs no round trip of its own. On a GPU it stays there until somebody asks: reading makes the host
+wait.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.bucket import Bucket
+from paceline.errors import MismatchError
+from paceline.parts import Comm, Handle
+
+_BACKWARDS = 1024  # more than anyone calls in one step: step and backward share one number
+
+
+class Ballot:
+    """One vote, under way from the moment it is made."""
+
+    def __init__(self, comm: Comm, buckets: list[Bucket], extremes: list[Tensor], *, step: int, backwards: int) -> None:
+        """`extremes`: the smallest and largest element of every bucket, in which NaN and infinity show."""
+        self.world, self.buckets = comm.world, buckets
+        stamps = [0.0] * comm.world
+        stamps[comm.rank] = float(step * _BACKWARDS + backwards)
+        self.arrived = [[s.arrived for s in b.slots] for b in buckets]
+        flags = [float(a) for bucket in self.arrived for a in bucket]
+        votes = torch.tensor([0.0] * comm.world + stamps + flags, dtype=torch.float64)
+        if extremes:
+            device = extremes[0].device
+            votes = votes.to(device)
+            all_finite = torch.stack([x.to(device, torch.float32) for x in extremes]).isfinite().all()
+            votes[comm.rank] = all_finite.logical_not()
+        self._handle: Handle = comm.sum(votes)
+
+    def wait(self) -> Tensor:
+        return self._handle.wait()
+
+    def any_bad(self) -> Tensor:
+        """Is anybody's gradient not finite? As a tensor, where the votes are."""
+        return self.wait()[: self.world].sum() > 0
+
+    def used(self) -> list[list[bool]]:
+        """For each bucket, which of its parameters got a gradient from anyone."""
+        votes = self.wait()
+        if votes.is_cuda and all(all(a) for a in self.arrived):
+            return self.arrived
+        counts = iter(votes[2 * self.world :].tolist())
+        return [[next(counts) > 0 for _ in bucket] for bucket in self.arrived]
+
+    def bad(self) -> list[int]:
+        """The workers whose gradients are not finite; an error if workers are not at the same step."""
+        votes = self.wait()[: 2 * self.world].tolist()
+        _same_step(votes[self.world :])
+        return [rank for rank, bad in enumerate(votes[: self.world]) if bad]
+
+
+def _same_step(stamps: list[float]) -> None:
+    if len(set(stamps)) == 1:
+        return
+    usual = max(stamps, key=stamps.count)
+    odd = next(rank for rank, stamp in enumerate(stamps) if stamp != usual)
+    said = [f"step {int(s) // _BACKWARDS}, backward {int(s) % _BACKWARDS}" for s in (stamps[odd], usual)]
+    raise MismatchError(
+        f"worker {odd} is at {said[0]}, the others at {said[1]}",
+        why="a worker ran backward more often than the others, or skipped one",
+        do="call backward and step equally often on every worker",
+        worker=odd,
+    )
