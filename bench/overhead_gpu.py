@@ -2,7 +2,8 @@
 
     python bench/overhead_gpu.py --out bench/results/overhead_gpu.json
 
-Two copies of one model, one plain and one prepared, take turns of ten steps; the ratio of median step times is the overhead.
+Two copies of one model, one plain and one prepared, take turns of ten steps; the ratio of their median step times is
+the overhead. --path full makes the prepared one do all that a worker of several does, but for the network.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 import paceline
+from paceline import api
 from paceline.tasks.text import Block
 
 
@@ -45,6 +47,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--params", choices=["fp32", "bf16"], default="fp32", help="fp32: autocast; bf16: all of it")
+    parser.add_argument("--path", choices=["alone", "full"], default="alone")
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
@@ -54,6 +57,10 @@ def main() -> None:
     ours = copy.deepcopy(plain)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-4, fused=True) for m in (plain, ours)]
     ours, optimizers[1] = paceline.prepare(ours, optimizers[1])
+    if args.path == "full":
+        engine = api._session.engines[id(optimizers[1])]
+        engine.idle = False
+        engine.refresh()
     x = torch.randint(0, 50304, (args.batch, 1025), device="cuda")
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -85,6 +92,7 @@ def main() -> None:
         "torch": torch.__version__,
         "parameters": sum(p.numel() for p in plain.parameters()),
         "precision": args.params,
+        "path": args.path,
         "batch": args.batch,
         "plain_ms": round(medians[0], 3),
         "paceline_ms": round(medians[1], 3),

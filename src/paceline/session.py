@@ -83,7 +83,7 @@ class Session:
                 host=socket.gethostname(),
                 pid=os.getpid(),
                 unix=time.time(),
-                torch=torch.__version__,
+                torch=str(torch.__version__),
                 threads=torch.get_num_threads(),
                 parameters=sum(p.numel() for m in things.models for p in m.parameters()),
             )

@@ -35,7 +35,7 @@ class Settings:
 
     def bucket_bytes(self, *, gpu: bool) -> int:
         """On a GPU few large operations are fast; over sockets small ones start earlier and cost little."""
-        return int((self.bucket_mb or (25 if gpu else 4)) * 2**20)
+        return int((self.bucket_mb or (25 if gpu else 1)) * 2**20)
 
 
 def _choice(name: str, value: Any, known: Sequence[str]) -> None:

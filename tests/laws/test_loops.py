@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import pytest
 import torch
-from rig import Rig, adamw, alone, built, data, mlp, sgd, weights
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -15,6 +14,7 @@ import threads
 from paceline.errors import UsageError
 from paceline.method import Method
 from paceline.parts import KEEPS, Reduced, Reducer
+from rig import Rig, adamw, alone, built, data, mlp, sgd, weights
 
 
 def close(a, b, tol=2e-6):
@@ -149,7 +149,7 @@ def test_unknown_scaler_is_refused_where_it_matters():
         model = mlp()
         opt = sgd(model)
         r = Rig(comm, model, opt, spec=Method(reducer=Hoarder()))
-        x, y = r.take(*data(1)[0])
+        x, _ = r.take(*data(1)[0])
         with torch.autocast("cpu", torch.float16):
             model(x)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from processes import run, values
 from torch import nn
 from torch.nn.functional import cross_entropy
+
+from processes import run, values
 
 
 def compiled(rank, before):

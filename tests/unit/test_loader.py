@@ -477,7 +477,7 @@ def test_the_error_of_a_loader_process_comes_through() -> None:
         list(loader)
     assert loader.state_dict()["batches"] == 2
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
-        list(prepared(DataLoader(Bad(range(12)), 2, sampler=[0, 1, 9], num_workers=1)))
+        list(prepared(DataLoader(Bad(range(12)), 2, sampler=[9, 1], num_workers=1)))
 
 
 def test_a_data_set_that_ends_before_its_length_is_an_error() -> None:
@@ -805,6 +805,15 @@ def test_the_state_is_plain() -> None:
         *("epoch", "batches", "seed", "seen"),
         *("kind", "samples", "batch_size", "batch", "drop_last", "sampling"),
     }
+
+
+def test_any_whole_number_is_a_seed() -> None:
+    for seed in (-1, 2**63 + 5):
+        loader = prepared(plain(12, 4, shuffle=True)(), seed=seed)
+        first = indices(loader, 2)
+        again = prepared(plain(12, 4, shuffle=True)())
+        again.load_state_dict(loader.state_dict())
+        assert sorted(first + indices(again)) == list(range(12))
 
 
 @pytest.mark.parametrize(

@@ -518,9 +518,11 @@ from pathlib import Path
 from paceline.race.group import Group
 from paceline.race.network import Network
 places = Network("none", "unlimited", 2, 1).places(0)
-env = {{"PACELINE_METHOD": "a", "PACELINE_EVENTS": {str(tmp_path)!r}}}
+env = {{"PACELINE_METHOD": "hangs", "PACELINE_EVENTS": {str(tmp_path)!r}}}
 group = Group(Path({str(tmp_path)!r}), [sys.executable, {str(tmp_path / "fake.py")!r}], places, env)
 group.wait(60)
+group.go(20)
+time.sleep(0.5)  # now worker 1 is in the middle of a step, where it does not look at its pipe
 print(*(w.process.pid for w in group.workers), flush=True)
 time.sleep(60)
 """

@@ -1,0 +1,50 @@
+# make demo: set up, then race our methods against torch's on a 100 Mbit/s link.   make test: set up, then the tests.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SETUP := $(VENV)/.done
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow test-gpu lint format bench data clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(SETUP)  ## .venv with pinned dependencies
+$(SETUP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Paceline needs Python 3.11 or newer; this is $$($(PYTHON) --version). Say make PYTHON=python3.12, for example."; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(SETUP)  ## the main job: a race on the text task over a 100 Mbit/s link, report.html
+	$(BIN)/paceline race text --workers 2 --link 100mbit --steps 20 \
+		--methods floor,torch:ddp,torch:fp16,torch:powersgd,exact,half --json race.json --html report.html
+
+test: $(SETUP) lint  ## lint, then all tests that need no GPU and no patience
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-slow: $(SETUP)  ## the long ones
+	$(BIN)/python -m pytest -m slow --timeout 600
+
+test-gpu: $(SETUP)  ## the ones that need a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(SETUP)  ## ruff and mypy
+	$(BIN)/ruff check src tests bench
+	$(BIN)/ruff format --check src tests bench
+	$(BIN)/mypy
+
+format: $(SETUP)  ## ruff, changing files
+	$(BIN)/ruff check --fix src tests bench
+	$(BIN)/ruff format src tests bench
+
+bench: $(SETUP)  ## the figures behind the docs (tens of minutes; leave the machine alone meanwhile)
+	$(BIN)/python bench/telemetry.py --out bench/results/telemetry.json
+	$(BIN)/python bench/parity.py --out bench/results/parity.json
+
+data:  ## Fashion-MNIST for the task `fashion` (Debian, root)
+	apt-get install -y dataset-fashion-mnist
+
+clean:  ## what these targets made
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis report.html race.json

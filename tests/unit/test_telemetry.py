@@ -1,0 +1,66 @@
+"""Events go out and come back as they were; laps measure what they say; a broken line harms nobody."""
+
+from __future__ import annotations
+
+import time
+
+from paceline.telemetry import Bye, Metric, Note, Recorder, Skip, Step, read
+
+
+def test_round_trip(tmp_path):
+    recorder = Recorder(tmp_path, 3)
+    recorder.start_lap(samples=8, data_s=0.5)
+    time.sleep(0.01)
+    recorder.wait_s, recorder.sent = 0.002, 77
+    recorder.end_lap()
+    recorder.log({"loss": 1.5})
+    recorder.emit(Skip(t=0.0, step=1, workers=[2], why="NaN"))
+    recorder.emit(Note(t=0.0, text="ä <b>"))
+    recorder.close(error="")
+    step, metric, skip, note, bye = read(tmp_path / "worker-3.jsonl")
+    assert isinstance(step, Step)
+    assert (step.step, step.samples, step.sent, step.data_ms) == (0, 8, 77, 500.0)
+    assert step.wall_ms >= 10
+    assert step.cpu_ms < step.wall_ms
+    assert isinstance(metric, Metric)
+    assert (metric.step, metric.name, metric.value) == (1, "loss", 1.5)
+    assert 0.51 <= metric.busy_s < 1.5
+    assert isinstance(skip, Skip)
+    assert note.text == "ä <b>"
+    assert isinstance(bye, Bye)
+    assert bye.peak_rss_mb > 1
+
+
+def test_untimed_time_does_not_count(tmp_path):
+    recorder = Recorder(tmp_path, 0)
+    recorder.start_lap(1, 0.0)
+    with recorder.untimed():
+        time.sleep(0.1)
+    recorder.end_lap()
+    recorder.flush()
+    (step,) = read(tmp_path / "worker-0.jsonl")
+    assert step.wall_ms < 60
+
+
+def test_broken_and_unfinished_lines_are_passed_over(tmp_path):
+    path = tmp_path / "worker-0.jsonl"
+    recorder = Recorder(tmp_path, 0)
+    recorder.emit(Note(t=1.0, text="one"))
+    recorder.flush()
+    with path.open("ab") as file:
+        file.write(b'\xff\xfe garbage\n{"event":"unknown","t":1}\n{"event":"note","t":"x"}\n')
+    recorder.emit(Note(t=2.0, text="two"))
+    recorder.flush()
+    with path.open("ab") as file:
+        file.write(b'{"event":"note","t":3.0,"te')
+    assert [e.text for e in read(path)] == ["one", "two"]
+    assert list(read(tmp_path / "nobody.jsonl")) == []
+
+
+def test_no_directory_no_file(tmp_path):
+    recorder = Recorder(None, 0)
+    recorder.start_lap(1, 0.0)
+    recorder.end_lap()
+    recorder.log({"loss": 1.0})
+    recorder.close()
+    assert recorder.step == 1
