@@ -472,7 +472,7 @@ def test_the_error_of_a_loader_process_comes_through() -> None:
                 os._exit(3)
             return i
 
-    loader = prepared(DataLoader(Bad(range(8)), 2, num_workers=1))
+    loader = prepared(DataLoader(Bad(range(6)), 2, num_workers=1))
     with pytest.raises(ZeroDivisionError, match="sample 5"):
         list(loader)
     assert loader.state_dict()["batches"] == 2

@@ -707,6 +707,20 @@ def test_the_json_has_these_keys_and_is_written_whole(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["race.json"]
 
 
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "race.json"
+    path.write_text("old")
+
+    def full(*words: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="no space left"):
+        result.write(path, "new")
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["race.json"]
+
+
 def test_a_result_that_could_not_be_written_is_refused_beforehand(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none" / "race.json"):
         with pytest.raises(UsageError, match="cannot be written"):
