@@ -99,6 +99,11 @@ def _resolved(host: str) -> str:
     return host
 
 
+def board_prefix(env: Mapping[str, str] = os.environ) -> str:
+    """Where in the store this attempt's messages are: what a dead attempt left behind must not be read as news."""
+    return f"paceline/{env.get('TORCHELASTIC_RUN_ID', 'run')}.{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
 def interfaces() -> list[str]:
     return [name for _, name in socket.if_nameindex()]
 

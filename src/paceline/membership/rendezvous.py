@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm import Alone, DistComm
-from paceline.environment import Environment, check_transport
+from paceline.environment import Environment, board_prefix, check_transport
 from paceline.errors import DeadlineError, MismatchError, UsageError, nearest
 from paceline.membership.board import StoreBoard
 from paceline.parts import Comm
@@ -124,8 +124,9 @@ def join(env: Environment, *, backend: str | None, deadline_s: float) -> World:
                 f"the environment says worker {env.rank} of {env.world}",
                 do="initialise the process group from the environment, or leave it to paceline.prepare",
             )
-        store: Any = dist.distributed_c10d._get_default_store()
-        return World(env, backend, _greet(dist.PrefixStore("paceline", store), env, deadline_s), deadline_s)
+        theirs = dist.distributed_c10d._get_default_store()
+        store = _store(env, timeout) if env.served else dist.PrefixStore("paceline", theirs)
+        return World(env, backend, _greet(store, env, deadline_s), deadline_s)
     store = _store(env, timeout)
     board = _greet(store, env, deadline_s)
     dist.init_process_group(
@@ -148,7 +149,6 @@ def _backend(asked: str | None, env: Environment) -> str:
 
 def _store(env: Environment, timeout: datetime.timedelta) -> Any:
     """The c10d store. Worker 0 serves it, on its own address only, unless the launcher does."""
-    attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     serves = env.rank == 0 and not env.served
     extra: dict[str, Any] = {"master_listen_fd": _listen(env).detach()} if serves else {}
     try:
@@ -160,7 +160,7 @@ def _store(env: Environment, timeout: datetime.timedelta) -> Any:
             do="check MASTER_ADDR and MASTER_PORT, that worker 0 (or the launcher) runs, and the firewall between them",
             worker=0,
         ) from None
-    return dist.PrefixStore(f"paceline/{attempt}", store)
+    return dist.PrefixStore(board_prefix(), store)
 
 
 def _listen(env: Environment) -> socket.socket:
