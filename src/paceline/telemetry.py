@@ -7,6 +7,7 @@ second (and at the end), so that a step costs a few microseconds of encoding.
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 import time
 from collections.abc import Iterator
@@ -54,7 +55,7 @@ class Metric(Event):
     step: int
     busy_s: float  # the sum of wall_ms and data_ms so far: the job's own time, whoever else ran in between
     name: str
-    value: float
+    value: float | None  # none: it was not finite, which JSON cannot say
 
 
 class Barrier(Event):
@@ -125,6 +126,7 @@ class Recorder:
         self.wait_s = 0.0  # added to by the engine
         self.sent = 0  # added to by the engine
         self._wall = self._cpu = 0.0  # when the lap began; 0: not in a lap
+        self._paused = 0.0  # when `untimed` began; 0: not inside
         self._data_s = 0.0
         self._samples = 0
 
@@ -172,20 +174,27 @@ class Recorder:
     @contextlib.contextmanager
     def untimed(self) -> Iterator[None]:
         """What happens inside is not part of the step: evaluation, saving, printing."""
-        wall, cpu, sent = time.perf_counter(), time.thread_time(), self.sent
+        if self._paused:  # inside another one, which takes out the whole time
+            yield
+            return
+        self._paused, cpu, sent = time.perf_counter(), time.thread_time(), self.sent
         try:
             yield
         finally:
             self._cpu += time.thread_time() - cpu
             self.sent = sent
             if self._wall:
-                self._wall += time.perf_counter() - wall
+                self._wall += time.perf_counter() - self._paused
+            self._paused = 0.0
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Values of the step just finished, or of the one in progress."""
-        busy = self.busy_s + (time.perf_counter() - self._wall + self._data_s if self._wall else 0.0)
+        now = self._paused or time.perf_counter()  # what is untimed is not busy
+        busy = self.busy_s + (now - self._wall + self._data_s if self._wall else 0.0)
         for name, value in metrics.items():
-            self.emit(Metric(t=time.monotonic(), step=self.step, busy_s=busy, name=name, value=float(value)))
+            number = float(value)
+            known = number if math.isfinite(number) else None
+            self.emit(Metric(t=time.monotonic(), step=self.step, busy_s=busy, name=name, value=known))
 
     def close(self, error: str = "") -> None:
         self.emit(Bye(t=time.monotonic(), steps=self.step, peak_rss_mb=peak_rss_mb(), error=error))

@@ -140,12 +140,16 @@ def points(events: Events, name: str) -> list[Point]:
     by_step: dict[int, list[Metric]] = defaultdict(list)
     for worker in events:
         for event in worker:
-            if isinstance(event, Metric) and event.name == name and math.isfinite(event.value):
+            if isinstance(event, Metric) and event.name == name:
                 by_step[event.step].append(event)
-    return [
-        Point(step, max(m.busy_s for m in metrics), _mean(m.value for m in metrics))
-        for step, metrics in sorted(by_step.items())
-    ]
+    series: list[Point] = []
+    for step, metrics in sorted(by_step.items()):
+        values = [m.value for m in metrics if m.value is not None]
+        if len(values) < len(metrics):
+            series.clear()  # it has diverged: what it was before is not what it is
+        else:
+            series.append(Point(step, max(m.busy_s for m in metrics), _mean(values)))
+    return series
 
 
 def smooth(series: Sequence[Point], last: int = _LAST) -> list[Point]:
