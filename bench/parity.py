@@ -2,8 +2,8 @@
 
     python bench/parity.py --out bench/results/parity.json
 
-Every cell is a `paceline race` of floor, torch:ddp and exact. `ratio` is exact's throughput over DDP's: at least 1 is the
-goal. Wants root for the shaped links; leave the machine alone while it runs.
+Every cell is a `paceline race` of floor, torch:ddp and exact. `ratio` is the throughput of exact over that of DDP:
+at least 1 is the goal. Wants root for the shaped links; leave the machine alone while it runs.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ class DistComm:
     def gather(self, x: Tensor) -> Op:
         label = self._start("gather", x, payload(x) * (self.world - 1))
         out = x.new_empty((self.world, *x.shape))
-        flat = out.view(-1, *x.shape[1:]) if x.dim() else out
-        return self._op(label, out, _all_gather(flat, x, group=self.group, async_op=True))
+        work = _all_gather(out.view(-1), x.reshape(-1), group=self.group, async_op=True)
+        return self._op(label, out, work)
 
     def scatter_mean(self, x: Tensor) -> Op:
         label = self._start("scatter_mean", x, payload(x) * (self.world - 1) // self.world)

@@ -65,12 +65,25 @@ class Environment:
 
 
 def _own(env: Mapping[str, str]) -> dict[str, Any]:
-    knobs = env.get("PACELINE_SET")
     return {
         "method": env.get("PACELINE_METHOD") or None,
-        "knobs": json.loads(knobs) if knobs else None,
+        "knobs": _knobs(env.get("PACELINE_SET", "")),
         "events": Path(env["PACELINE_EVENTS"]) if env.get("PACELINE_EVENTS") else None,
     }
+
+
+def _knobs(text: str) -> dict[str, Any] | None:
+    if not text:
+        return None
+    try:
+        knobs = json.loads(text)
+    except (ValueError, RecursionError):
+        knobs = None
+    if not isinstance(knobs, dict):
+        raise UsageError(
+            "PACELINE_SET is not a JSON object", why=f"it begins with {text[:40]!r}", do="use paceline run --set"
+        )
+    return knobs
 
 
 def _whole(env: Mapping[str, str], name: str, *, low: int, high: int | None = None, default: int | None = None) -> int:

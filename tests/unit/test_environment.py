@@ -74,6 +74,12 @@ def test_b12_tls_is_refused_rather_than_dropped():
         check_transport({"GLOO_DEVICE_TRANSPORT": "TCP_TLS"})
 
 
+@pytest.mark.parametrize("text", ["x", "[1]", "[" * 100_000, "{", "3"])
+def test_b24_knobs_that_are_no_object(text):
+    with pytest.raises(UsageError, match="PACELINE_SET is not a JSON object"):
+        Environment.read({"PACELINE_SET": text})
+
+
 def _prepare(rank, deadline=3.0):
     model = torch.nn.Linear(2, 2)
     paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), deadline=deadline)

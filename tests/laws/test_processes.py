@@ -1,0 +1,101 @@
+"""The reducers' laws and the wire's operations again, between real processes over gloo, at worlds 2 and 3."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from laws_table import BUCKETS, fresh, reducers, vector
+from paceline.pipeline import Pipeline
+from processes import run, values
+
+
+def _lane(name="laws"):
+    from paceline import api
+    from paceline.environment import Environment
+    from paceline.membership.rendezvous import join
+    from paceline.telemetry import Recorder
+
+    world = join(Environment.read(), backend=None, deadline_s=20.0)
+    api._session = api.Session(world, None, None, Recorder(None, world.rank))
+    return world.lane(name)
+
+
+def every_reducer(rank):
+    comm = _lane()
+    results = []
+    for name, knobs in reducers():
+        for bucket in BUCKETS:
+            b, reducer = bucket(comm.world), fresh(name, knobs)
+            x = vector(b, rank)
+            before, out = comm.sent, {}
+
+            async def reduce(reducer=reducer, b=b, x=x, out=out):
+                reduced = await reducer.mean(b, x.clone(), comm)
+                out["left"] = reduced.left()
+                out["mean"] = reduced.mean.clone()
+
+            pipeline = Pipeline()
+            pipeline.start(reduce())
+            pipeline.drain()
+            left = out["left"] if out["left"] is not None else torch.zeros_like(x)
+            formula = reducer.sends(b.flat.numel(), b.flat.element_size(), comm.world)
+            results.append((name, x, out["mean"], left, comm.sent - before, formula, reducer.tolerance))
+    return results
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_conservation_agreement_and_bytes_over_gloo(world):
+    for case in zip(*values(run(world, every_reducer)), strict=True):
+        name, tolerance = case[0][0], case[0][6]
+        x, mean, left = (torch.stack([worker[i] for worker in case]).double() for i in (1, 2, 3))
+        assert torch.equal(mean, mean[0].expand_as(mean)), f"{name}: workers disagree"
+        error = (x.mean(0) - mean[0] - left.mean(0)).abs().max() / x.abs().max()
+        assert error <= tolerance, f"{name} lost {error:.2e} of the gradient"
+        assert all(sent == formula for *_, sent, formula, _ in case), name
+
+
+def every_operation(rank):
+    comm = _lane()
+    w = comm.world
+    x = torch.arange(4.0 * w) + 100 * rank
+    results = [
+        comm.mean(x.clone()).wait(),
+        comm.sum(x.clone()).wait(),
+        comm.gather(x.clone()).wait(),
+        comm.gather(torch.tensor(float(rank))).wait(),
+        comm.scatter_mean(x.clone()).wait(),
+        comm.alltoall(x.clone().view(w, 4)).wait(),
+        comm.broadcast(x.clone(), 1).wait(),
+    ]
+    if w == 2:
+        results.append(comm.swap(x.clone(), 1 - rank).wait())
+    return results, comm.sent
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_operation_as_the_contract_says_and_as_threads_do(world):
+    import threads
+
+    def on_threads(comm):
+        w = comm.world
+        x = torch.arange(4.0 * w) + 100 * comm.rank
+        results = [
+            comm.mean(x.clone()).wait(),
+            comm.sum(x.clone()).wait(),
+            comm.gather(x.clone()).wait(),
+            comm.gather(torch.tensor(float(comm.rank))).wait(),
+            comm.scatter_mean(x.clone()).wait(),
+            comm.alltoall(x.clone().view(w, 4)).wait(),
+            comm.broadcast(x.clone(), 1).wait(),
+        ]
+        if w == 2:
+            results.append(comm.swap(x.clone(), 1 - comm.rank).wait())
+        return results, comm.sent
+
+    for (gloo, sent), (thread, counted) in zip(
+        values(run(world, every_operation)), threads.run(world, on_threads), strict=True
+    ):
+        for a, b in zip(gloo, thread, strict=True):
+            torch.testing.assert_close(a, b)
+        assert sent == counted, "the two count bytes differently"
