@@ -1,7 +1,12 @@
-"""What workers tell each other beside the gradients, in one small sum.
+"""What workers tell each other beside the gradients: whose are not finite, at which step each is, who used what.
 
-Whose gradients are not finite, at which step each worker is, which parameters anyone used. It leaves with the last
-bucket, so it costs no round trip of its own. On a GPU it stays there until somebody asks: reading makes the host
+[Note: whisper] Where the mean of a bucket is exact on every worker, three numbers behind the last bucket's
+gradients say whether there is anything to talk about: s, s^2 and "I have trouble". The mean of s^2 is the square of
+the mean of s only if all workers are at the same step. All see the same three means, so all decide alike, and
+nearly always it is: go on.
+
+[Note: ballot] Otherwise, and where means are estimates, one small vector is summed. It leaves with the last bucket,
+so it mostly costs no round trip of its own. On a GPU it stays there until somebody asks: reading makes the host
 wait.
 """
 
@@ -15,6 +20,19 @@ from paceline.errors import MismatchError
 from paceline.parts import Comm, Handle
 
 _BACKWARDS = 1024  # more than anyone calls in one step: step and backward share one number
+_SMALL = 251  # its square, summed over any number of workers, is exact in fp32
+
+
+def whisper(b: Bucket, *, step: int, backwards: int, trouble: bool) -> None:
+    """[Note: whisper]. Call before the last bucket leaves."""
+    s = (step * _BACKWARDS + backwards) % _SMALL
+    b.tail.copy_(torch.tensor([s, s * s, trouble]))
+
+
+def all_well(b: Bucket) -> bool:
+    """After the exchange: was nobody's whisper anything to talk about?"""
+    s, square, trouble = b.tail.tolist()
+    return bool(trouble == 0.0 and s * s == square)
 
 
 class Ballot:

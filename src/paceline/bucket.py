@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 _ALIGN = 16  # elements: slices start on cache lines and on what vector instructions like
+TAIL = 3  # elements behind the gradients, for a word between workers that costs no bytes of its own: ballot.py
 
 
 class Slot:
@@ -34,7 +35,7 @@ class Bucket:
         self.index = index
         self.n = sum(_length(p) for _, p in named)
         step = _ALIGN * world
-        self.flat = torch.zeros(-(-self.n // step) * step, dtype=_real(first), device=first.device)
+        self.flat = torch.zeros(-(-(self.n + TAIL) // step) * step, dtype=_real(first), device=first.device)
         self.slots: list[Slot] = []
         for name, param in named:
             start = self.slots[-1].stop if self.slots else 0
@@ -42,6 +43,10 @@ class Bucket:
         self.waiting_for = 0  # parameters whose gradient is still to come in this backward
         self.holds = False  # flat already carries earlier micro-batches of the window
         self._fresh: list[Slot] = []
+
+    @property
+    def tail(self) -> Tensor:
+        return self.flat[self.n : self.n + TAIL]
 
     @property
     def full(self) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.ballot import Ballot
+from paceline.ballot import Ballot, all_well, whisper
 from paceline.bucket import Bucket, Slot, cut
 from paceline.errors import NonFiniteError
 from paceline.exchange import Exchange
@@ -65,6 +65,7 @@ class Engine:
         self._weighs = False  # workers' batches have differed
         self._unsent: list[Bucket] = []
         self._extremes: list[Tensor] = []
+        self._last: Bucket | None = None  # the bucket that carries the whisper
         self._sends = self._exchanged = self._told = False
         self._backwards = self._sent = 0
         self._ballot: Ballot | None = None
@@ -113,6 +114,7 @@ class Engine:
         self.under_way, self._sends = True, sends
         self._backwards += 1
         self._extremes.clear()
+        self._ballot = self._last = None
         self._unsent = [b for b in self.buckets if b.active]
         for b in self._unsent:
             b.arm()
@@ -129,7 +131,15 @@ class Engine:
             self._load(b)
             if self.guard != "off":
                 self._extremes += torch.aminmax(b.flat)  # NaN and infinity show in them; the cheapest pass there is
+            if not self._unsent and self.ex.exact_everywhere and not b.flat.is_cuda and b.flat.itemsize >= 4:
+                self._last = b
+                whisper(b, step=self.ex.step, backwards=self._backwards, trouble=self._trouble())
             self.pipeline.start(self.method.sync.on_grad(b, self.ex))
+
+    def _trouble(self) -> bool:
+        """Is there anything the other workers must know of?"""
+        absent = any(s.param.requires_grad and not s.arrived for b in self.buckets for s in b.slots)
+        return absent or not all(math.isfinite(x) for x in self._extremes)
 
     def _load(self, b: Bucket) -> None:
         b.take()
@@ -146,7 +156,8 @@ class Engine:
             return
         if self._sends:
             self._send(Event.END)
-            self._ballot = Ballot(self.comm, self.buckets, self._extremes, step=self.ex.step, backwards=self._backwards)
+            if self._last is None:
+                self._ballot = self._vote()
             for b in self.buffers:
                 self.pipeline.start(self._agree_buffers(b))
         elif self.window.several:
@@ -161,11 +172,12 @@ class Engine:
         """Wait for the means; p.grad is then what the user sees."""
         if not self._sends:
             return
-        assert self._ballot is not None
         began = time.perf_counter()
         try:
             self.pipeline.drain()
-            used = self._ballot.used()
+            if self._last and not all_well(self._last):
+                self._ballot = self._vote()
+            used = self._ballot.used() if self._ballot else None
         except BaseException:
             self.pipeline.abandon()
             for b in self.buckets:
@@ -174,10 +186,14 @@ class Engine:
         self.recorder.wait_s += time.perf_counter() - began
         self.recorder.sent += self.comm.sent - self._sent
         self._sent = self.comm.sent
-        self._poison(self._ballot)
+        if self._ballot and not self.ex.exact_everywhere:
+            self._poison(self._ballot)
         for b in self.buckets:
-            b.bind(used[b.index])
+            b.bind(used[b.index] if used else [s.arrived for s in b.slots])
         self._exchanged = True
+
+    def _vote(self) -> Ballot:
+        return Ballot(self.comm, self.buckets, self._extremes, step=self.ex.step, backwards=self._backwards)
 
     async def _agree_buffers(self, b: Bucket) -> None:
         tensors, views = [s.param for s in b.slots], [s.view for s in b.slots]
@@ -187,10 +203,9 @@ class Engine:
 
     def _poison(self, ballot: Ballot) -> None:
         """A reducer may hide an infinity of one worker; a loss scaler must see it on all. One element is enough."""
-        if "exact mean" not in self.method.reducer.gives:
-            nan = torch.where(ballot.any_bad(), math.nan, 0.0)
-            for b in self.buckets:
-                b.flat[:1].add_(nan.to(b.flat.device))
+        nan = torch.where(ballot.any_bad(), math.nan, 0.0)
+        for b in self.buckets:
+            b.flat[:1].add_(nan.to(b.flat.device))
 
     # ------------------------------------------------------------------------------------------------ the step
 

@@ -23,7 +23,9 @@ class Exchange:
         self.method, self.comm = method, comm
         self.step = 0  # agreed: the number of steps that have counted
         self.rank, self.world = comm.rank, comm.world
-        self.keeps = any(KEEPS in part.gives for part in method.parts())
+        facts = {fact for part in method.parts() for fact in part.gives}
+        self.keeps = KEEPS in facts
+        self.exact_everywhere = facts >= {"exact mean", "gradients agree", "whole gradients"}
         self.loss_scale: Callable[[], Tensor | None] = lambda: None  # set where a GradScaler is known
 
     async def mean(self, b: Bucket, x: Tensor) -> Tensor:

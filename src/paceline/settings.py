@@ -33,9 +33,10 @@ class Settings:
         if self.weight is not None and not callable(self.weight):
             raise UsageError(f"weight={self.weight!r} is not a function of a batch")
 
-    def bucket_bytes(self, *, gpu: bool) -> int:
-        """On a GPU few large operations are fast; over sockets small ones start earlier and cost little."""
-        return int((self.bucket_mb or (25 if gpu else 1)) * 2**20)
+    def bucket_bytes(self, *, slow_link: bool) -> int:
+        """Where the link is the bottleneck small buckets keep it busy from the start of backward; where it is not,
+        every further operation only takes time from computing."""
+        return int((self.bucket_mb or (1 if slow_link else 25)) * 2**20)
 
 
 def _choice(name: str, value: Any, known: Sequence[str]) -> None:
