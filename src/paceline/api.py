@@ -22,7 +22,7 @@ from paceline.method import Method
 from paceline.method import method as make_method
 from paceline.parts import Comm, Part
 from paceline.race.peers import PEERS, prepare_peer
-from paceline.session import Session, as_json
+from paceline.session import SLOW_MBIT, Session, as_json
 from paceline.settings import Settings
 from paceline.telemetry import Recorder
 from paceline.things import Things
@@ -48,7 +48,7 @@ def prepare(*objects: Any, method: str | Method | Part | None = None, **argument
     or "off".
     deadline: seconds after which a wait for other workers is an error.
     backend: "gloo" or "nccl"; chosen by the device if not given.
-    bucket_mb: megabytes of gradients to one exchange.
+    bucket_mb: megabytes of gradients to one exchange; chosen by the measured speed of the link if not given.
     """
     global _session
     env = Environment.read()
@@ -114,6 +114,7 @@ def _engines(session: Session, things: Things, method: Method, settings: Setting
             settings=settings,
             pack=session.pack,
             buffers=i == 0,
+            slow_link=session.link_mbit < SLOW_MBIT,
         )
         session.engines[id(optimizer)] = engine
         session.kept.append(optimizer)
@@ -131,10 +132,11 @@ def assemble(
     settings: Settings,
     pack: list[Engine],
     buffers: bool = True,
+    slow_link: bool = False,
 ) -> Engine:
     """An engine over one optimizer's parameters, hooked up. `pack` is all engines of this worker."""
     method.check(things.facts(optimizer))
-    bucket_bytes = settings.bucket_bytes(gpu=any(p.is_cuda for _, p in things.parameters(optimizer)))
+    bucket_bytes = settings.bucket_bytes(slow_link=slow_link)
     engine = Engine(
         optimizer,
         lambda: things.parameters(optimizer),

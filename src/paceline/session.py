@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import sys
@@ -25,6 +26,9 @@ from paceline.settings import Settings
 from paceline.telemetry import Hello, Recorder
 from paceline.things import Things
 
+SLOW_MBIT = 1500.0  # below this the link is what a step on a CPU waits for
+_PROBES = 4
+
 
 @dataclass
 class Session:
@@ -35,6 +39,7 @@ class Session:
     user: Comm  # the lane of paceline.mean
     recorder: Recorder
     gate: Gate | None = None
+    link_mbit: float = math.inf  # what a worker sends in a mean, the slowest of them
     pack: list[Engine] = field(default_factory=list)
     engines: dict[int, Engine] = field(default_factory=dict)  # by the id of the user's optimizer
     kept: list[Any] = field(default_factory=list)  # the optimizers, so that their ids stay taken
@@ -49,7 +54,7 @@ class Session:
         gate = Gate.from_env(recorder, lambda: barrier(control))
         world.closing.append(recorder.close)
         world.watch_exit()
-        return cls(world, control, world.lane("user"), recorder, gate)
+        return cls(world, control, world.lane("user"), recorder, gate, link_mbit=link_mbit(control))
 
     def check_new(self, things: Things) -> None:
         if any(id(optimizer) in self.engines for optimizer in things.optimizers):
@@ -94,9 +99,25 @@ class Session:
         if self.world.rank:
             return
         many = self.world.world > 1
-        workers = f"{self.world.world} workers over {self.world.backend}" if many else "1 worker"
+        speed = f"{self.link_mbit:.0f} Mbit/s" if self.link_mbit < 1000 else f"{self.link_mbit / 1000:.1f} Gbit/s"
+        workers = f"{self.world.world} workers over {self.world.backend} at {speed}" if many else "1 worker"
         for line in [f"{workers}, method {method}", *(loader.describe() for loader in loaders)]:
             print(f"paceline: {line}", file=sys.stderr, flush=True)
+
+
+def link_mbit(comm: Comm) -> float:
+    """The speed of a mean of one megabyte, as the slowest worker sees it at its best: the same number on all of them."""
+    if comm.world == 1:
+        return math.inf
+    x = torch.zeros(2**18)
+    seconds = []
+    for _ in range(_PROBES):
+        barrier(comm)
+        began = time.perf_counter()
+        comm.mean(x).wait()
+        seconds.append(time.perf_counter() - began)
+    slowest = float(comm.gather(torch.tensor([min(seconds)], dtype=torch.float64)).wait().max())
+    return (2 * x.nbytes * (comm.world - 1) / comm.world) * 8e-6 / slowest
 
 
 def barrier(comm: Comm) -> None:
