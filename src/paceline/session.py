@@ -106,7 +106,7 @@ class Session:
 
 
 def link_mbit(comm: Comm) -> float:
-    """The speed of a mean of one megabyte, as the slowest worker sees it at its best: the same number on all of them."""
+    """The speed of a mean of one megabyte, as the slowest worker sees it at its best: one number for all of them."""
     if comm.world == 1:
         return math.inf
     x = torch.zeros(2**18)
