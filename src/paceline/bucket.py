@@ -33,6 +33,7 @@ class Bucket:
     def __init__(self, index: int, named: Sequence[tuple[str, Tensor]], world: int) -> None:
         first = named[0][1]
         self.index = index
+        self.step = 0  # agreed: how many steps had counted when its exchange began. Schedules go by this
         self.n = sum(_length(p) for _, p in named)
         step = _ALIGN * world
         self.flat = torch.zeros(-(-(self.n + TAIL) // step) * step, dtype=_real(first), device=first.device)

@@ -128,6 +128,7 @@ class Engine:
     def _send(self, event: Event) -> None:
         for b in list(self.method.order.next(self._unsent, event)):
             self._unsent.remove(b)
+            b.step = self.ex.step
             self._load(b)
             if self.guard != "off":
                 self._extremes += torch.aminmax(b.flat)  # NaN and infinity show in them; the cheapest pass there is

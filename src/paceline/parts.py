@@ -154,8 +154,8 @@ class Reducer(Part):
         whole = await self.mean(b, x, comm)
         return Reduced(whole.mean.view(comm.world, -1)[comm.rank], whole.left)
 
-    def sends(self, n: int, itemsize: int, world: int) -> int:
-        """Payload bytes one worker sends for n elements: the formula, as a number."""
+    def sends(self, b: Bucket, world: int) -> int:
+        """Payload bytes one worker sends for the mean of this bucket: the formula, as a number."""
         raise NotImplementedError
 
 

@@ -27,7 +27,7 @@ from paceline.telemetry import Hello, Recorder
 from paceline.things import Things
 
 SLOW_MBIT = 1500.0  # below this the link is what a step on a CPU waits for
-_PROBES = 4
+_PROBES, _PROBE_S = 8, 0.3  # at most so many, for at most about so long
 
 
 @dataclass
@@ -52,6 +52,8 @@ class Session:
         recorder = Recorder(env.events, env.rank)
         control = world.lane("control")
         gate = Gate.from_env(recorder, lambda: barrier(control))
+        if gate is not None:
+            gate.pace()
         world.closing.append(recorder.close)
         world.watch_exit()
         return cls(world, control, world.lane("user"), recorder, gate, link_mbit=link_mbit(control))
@@ -106,18 +108,23 @@ class Session:
 
 
 def link_mbit(comm: Comm) -> float:
-    """The speed of a mean of one megabyte, as the slowest worker sees it at its best: one number for all of them."""
-    if comm.world == 1:
-        return math.inf
+    """The speed of a mean of one megabyte, as the slowest worker sees it: one number for all of them.
+
+    Other programs can only make it look slow, so it is measured again until it looks fast or is slow for good.
+    """
+    best, waited = 0.0, 0.0
     x = torch.zeros(2**18)
-    seconds = []
-    for _ in range(_PROBES):
+    for _ in range(_PROBES if comm.world > 1 else 0):
         barrier(comm)
         began = time.perf_counter()
         comm.mean(x).wait()
-        seconds.append(time.perf_counter() - began)
-    slowest = float(comm.gather(torch.tensor([min(seconds)], dtype=torch.float64)).wait().max())
-    return (2 * x.nbytes * (comm.world - 1) / comm.world) * 8e-6 / slowest
+        mine = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+        slowest = float(comm.gather(mine).wait().max())
+        best = max(best, 2 * x.nbytes * (comm.world - 1) / comm.world * 8e-6 / slowest)
+        waited += slowest
+        if best > SLOW_MBIT or waited > _PROBE_S:
+            break
+    return best or math.inf
 
 
 def barrier(comm: Comm) -> None:

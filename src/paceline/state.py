@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
-from typing import Any
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from paceline.bucket import Bucket
+
+_PIECE = "piece of a bucket's vector"
 
 
 class State(MutableMapping[Any, Any]):
@@ -40,3 +47,26 @@ class State(MutableMapping[Any, Any]):
 
     def rollback(self) -> None:
         self.staged.clear()
+
+    def save(self, buckets: Sequence[Bucket]) -> dict[Any, Any]:
+        """What is real, with vectors over buckets split by parameter name: it can be loaded into any other cut."""
+        saved: dict[Any, Any] = {}
+        for key, value in self.real.items():
+            if isinstance(key, tuple) and isinstance(key[0], int):
+                saved |= {(name, key[1], _PIECE): part.clone() for name, part in buckets[key[0]].split(value)}
+            else:
+                saved[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        return saved
+
+    def load(self, saved: dict[Any, Any], buckets: Sequence[Bucket]) -> None:
+        """The other way round. A vector slot that only some parameters of a bucket have is zero for the others."""
+        self.real.clear()
+        self.staged.clear()
+        places = {s.name: (b, s) for b in buckets for s in b.slots}
+        for key, value in saved.items():
+            if isinstance(key, tuple) and key[-1] == _PIECE:
+                b, slot = places[key[0]]
+                whole = self.real.setdefault((b.index, key[1]), torch.zeros_like(b.flat, dtype=value.dtype))
+                whole[slot.start : slot.stop] = value
+            else:
+                self.real[key] = value.clone() if isinstance(value, torch.Tensor) else value

@@ -56,7 +56,7 @@ def test_bytes(name, knobs, world):
     def work(comm):
         reducer, b = fresh(name, knobs), BUCKETS[0](comm.world)
         reduce(comm, reducer, b, vector(b, comm.rank))
-        return comm.sent, reducer.sends(b.flat.numel(), b.flat.element_size(), comm.world)
+        return comm.sent, reducer.sends(b, comm.world)
 
     for sent, formula in threads.run(world, work):
         assert sent == formula

@@ -64,14 +64,17 @@ class Gate:
             start = time.perf_counter()
             self.barrier()
             if i == 0:
-                if self._pace:
-                    # Every turn anew: connections are made when they are first needed, some of them late.
-                    from paceline.lab.pacing import pace
-
-                    pace(self._pace)
+                self.pace()
                 continue
             self.recorder.emit(Barrier(t=time.monotonic(), ms=(time.perf_counter() - start) * 1e3))
         self._before = self._counters()
+
+    def pace(self) -> None:
+        """Emulate the link. Every turn anew: connections are made when they are first needed, some of them late."""
+        if self._pace:
+            from paceline.lab.pacing import pace
+
+            pace(self._pace)
 
     def _close_turn(self) -> None:
         if self._turn and self._wire:

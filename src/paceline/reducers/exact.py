@@ -30,5 +30,5 @@ class Exact(Reducer):
     async def mine(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
         return Reduced(await comm.scatter_mean(x))
 
-    def sends(self, n: int, itemsize: int, world: int) -> int:
-        return 2 * n * itemsize * (world - 1) // world
+    def sends(self, b: Bucket, world: int) -> int:
+        return 2 * b.flat.nbytes * (world - 1) // world

@@ -44,5 +44,5 @@ class Half(Reducer):
         largest = torch.finfo(torch.float16).max
         return x.clamp(-largest, largest).to(torch.float16)
 
-    def sends(self, n: int, itemsize: int, world: int) -> int:
-        return 2 * n * 2 * (world - 1) // world
+    def sends(self, b: Bucket, world: int) -> int:
+        return 2 * 2 * b.flat.numel() * (world - 1) // world
