@@ -137,6 +137,7 @@ def assemble(
     """An engine over one optimizer's parameters, hooked up. `pack` is all engines of this worker."""
     method.check(things.facts(optimizer))
     bucket_bytes = settings.bucket_bytes(slow_link=slow_link)
+    gpu = any(p.is_cuda for _, p in things.parameters(optimizer))
     engine = Engine(
         optimizer,
         lambda: things.parameters(optimizer),
@@ -147,7 +148,7 @@ def assemble(
         accumulate=settings.accumulate,
         guard=settings.guard,
         bucket_bytes=bucket_bytes,
-        first_bytes=min(bucket_bytes, 1 << 20),
+        first_bytes=min(bucket_bytes, 1 << 20) if slow_link or gpu else bucket_bytes,
     )
     hooks.attach(engine, things.models, optimizer, pack=pack, scaler=things.scalers[0] if things.scalers else None)
     return engine
