@@ -8,6 +8,7 @@ else computes: three barriers, and the network interface's own counters.
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import time
@@ -119,6 +120,12 @@ class Gate:
         if self._wire == OWN_CONNECTIONS:
             return carried()
         return counters(self._wire) if self._wire else Counters(0, 0)
+
+
+def pace_mbit() -> float:
+    """The speed of the emulated link; infinite where there is none."""
+    rate = float(os.environ.get(PACE) or 0)
+    return rate * 8e-6 if rate else math.inf
 
 
 def _pipes(text: str) -> tuple[int, int]:
