@@ -131,9 +131,10 @@ class Bucket:
 def cut(
     named: Iterable[tuple[str, Tensor]], world: int, cap_bytes: int, first_bytes: int | None = None
 ) -> list[Bucket]:
-    """Buckets of at most cap_bytes (a larger parameter is alone), one dtype and device each, numbered as they fill.
+    """Buckets of at most cap_bytes, one dtype and device each, numbered as they fill.
 
-    The first one is smaller: the sooner it is full, the sooner the wire is busy.
+    A larger parameter is alone, but for the little that came just before it: a bias is not worth an operation. The
+    first bucket is smaller: the sooner it is full, the sooner the wire is busy.
     """
     open_: dict[object, list[tuple[str, Tensor]]] = {}
     size: dict[object, int] = {}
@@ -142,7 +143,7 @@ def cut(
         key = (p.dtype, p.device)  # complex ones apart: a view of pairs must start at an even place
         here = _length(p) * _real(p).itemsize
         cap = cap_bytes if closed or first_bytes is None else first_bytes
-        if key in open_ and size[key] + here > cap:
+        if key in open_ and size[key] + here > cap and size[key] >= cap // 4:
             closed.append(open_.pop(key))
         open_.setdefault(key, []).append((name, p))
         size[key] = here if len(open_[key]) == 1 else size[key] + here
