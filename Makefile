@@ -19,7 +19,8 @@ $(SETUP): pyproject.toml constraints.txt
 
 demo: $(SETUP)  ## the main job: a race on the text task over a 100 Mbit/s link, report.html
 	$(BIN)/paceline race text --workers 2 --link 100mbit --steps 20 \
-		--methods floor,torch:ddp,torch:fp16,torch:powersgd,exact,half --json race.json --html report.html
+		--methods floor,torch:ddp,torch:fp16,torch:powersgd,exact,half --json race.json --html report.html \
+		-- --eval-every 5
 
 test: $(SETUP) lint  ## lint, then all tests that need no GPU and no patience
 	$(BIN)/python -m pytest -m "not slow and not gpu"

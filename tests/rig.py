@@ -114,12 +114,7 @@ def alone(
 ) -> Tensor:
     """The oracle: plain PyTorch, one process, the whole batch."""
     model = mlp()
-    opt = optimizer(model)
-    for x, y in batches:
-        nn.functional.cross_entropy(model(x), y).backward()
-        opt.step()
-        opt.zero_grad()
-    return weights(model)
+    return loop(batches, model, optimizer(model))
 
 
 def train(
@@ -133,12 +128,34 @@ def train(
     def work(comm: ThreadComm) -> Tensor:
         model = mlp()
         opt = optimizer(model)
-        r = Rig(comm, model, opt, **rig)
-        for x, y in batches:
-            x, y = r.take(x, y)
-            nn.functional.cross_entropy(model(x), y).backward()
-            opt.step()
-            opt.zero_grad()
-        return weights(model)
+        return loop(batches, model, opt, Rig(comm, model, opt, **rig).take)
 
     return threads.run(world, work)
+
+
+def close(a: Tensor, b: Tensor, tol: float = 2e-6) -> None:
+    torch.testing.assert_close(a, b, rtol=tol, atol=tol)
+
+
+def same(results: list[Tensor]) -> Tensor:
+    """The workers' common result: synchronous replicas are bitwise equal."""
+    assert all(torch.equal(r, results[0]) for r in results), "replicas differ"
+    return results[0]
+
+
+def loop(
+    batches: list[tuple[Tensor, Tensor]],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    take: Callable[..., Any] = lambda *tensors: tensors,
+    autocast: torch.dtype | None = None,
+) -> Tensor:
+    """The plain loop; `take` is a rig's, or nothing for one process with the whole batch."""
+    for x, y in batches:
+        x, y = take(x, y)
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)

@@ -12,16 +12,7 @@ from torch.nn.functional import cross_entropy
 import threads
 from laws_table import WORLDS
 from paceline.errors import MismatchError, NonFiniteError
-from rig import Rig, adamw, alone, built, data, mlp, sgd, train, weights
-
-
-def close(a, b, tol=2e-6):
-    torch.testing.assert_close(a, b, rtol=tol, atol=tol)
-
-
-def same(results):
-    assert all(torch.equal(r, results[0]) for r in results), "replicas differ"
-    return results[0]
+from rig import Rig, adamw, alone, built, close, data, mlp, same, sgd, train, weights
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -14,38 +14,19 @@ import threads
 from paceline.errors import UsageError
 from paceline.method import Method
 from paceline.parts import KEEPS, Reduced, Reducer
-from rig import Rig, adamw, alone, built, data, mlp, sgd, weights
-
-
-def close(a, b, tol=2e-6):
-    torch.testing.assert_close(a, b, rtol=tol, atol=tol)
-
-
-def same(results):
-    assert all(torch.equal(r, results[0]) for r in results), "replicas differ"
-    return results[0]
+from rig import Rig, adamw, alone, built, close, data, loop, mlp, same, sgd, weights
 
 
 def test_bf16_autocast():
     batches = data(8)
 
-    def loop(model, opt, take):
-        for x, y in batches:
-            x, y = take(x, y)
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = cross_entropy(model(x), y)
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-        return weights(model)
-
     def work(comm):
         model = mlp()
         opt = adamw(model)
-        return loop(model, opt, Rig(comm, model, opt).take)
+        return loop(batches, model, opt, Rig(comm, model, opt).take, autocast=torch.bfloat16)
 
     model = mlp()
-    close(same(threads.run(2, work)), loop(model, adamw(model), lambda *t: t), tol=2e-2)
+    close(same(threads.run(2, work)), loop(batches, model, adamw(model), autocast=torch.bfloat16), tol=2e-2)
 
 
 @dataclass(kw_only=True)
@@ -183,7 +164,7 @@ def test_two_losses_of_one_batch_in_a_window(world):
     """A batch counts once, however many backwards it takes."""
     batches = data(4, size=6)
 
-    def loop(model, opt, take, halves):
+    def twice(model, opt, take, halves):
         for i, (x, y) in enumerate(batches):
             x, y = take(x, y)
             for _ in range(2):
@@ -196,10 +177,10 @@ def test_two_losses_of_one_batch_in_a_window(world):
     def work(comm):
         model = mlp()
         opt = sgd(model)
-        return loop(model, opt, Rig(comm, model, opt, accumulate=2).take, 1)
+        return twice(model, opt, Rig(comm, model, opt, accumulate=2).take, 1)
 
     model = mlp()
-    close(same(threads.run(world, work)), loop(model, sgd(model), lambda *t: t, 2))
+    close(same(threads.run(world, work)), twice(model, sgd(model), lambda *t: t, 2))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -260,7 +241,7 @@ def test_a_closure():
 def test_activation_checkpointing():
     batches = data(5)
 
-    def loop(model, opt, take, reentrant):
+    def checkpointed(model, opt, take, reentrant):
         for x, y in batches:
             x, y = take(x, y)
             h = model[:2](x).requires_grad_()
@@ -275,7 +256,7 @@ def test_activation_checkpointing():
         def work(comm, reentrant=reentrant):
             model = mlp()
             opt = sgd(model)
-            return loop(model, opt, Rig(comm, model, opt).take, reentrant)
+            return checkpointed(model, opt, Rig(comm, model, opt).take, reentrant)
 
         close(same(threads.run(2, work)), alone(batches))
 
@@ -284,7 +265,7 @@ def test_parameters_added_later():
     batches = data(6)
     head = built(lambda: nn.Linear(3, 3), 5)
 
-    def loop(model, opt, take):
+    def growing(model, opt, take):
         extra = None
         for i, (x, y) in enumerate(batches):
             if i == 3:
@@ -300,7 +281,7 @@ def test_parameters_added_later():
     def work(comm):
         model = mlp()
         opt = sgd(model)
-        return loop(model, opt, Rig(comm, model, opt).take)
+        return growing(model, opt, Rig(comm, model, opt).take)
 
     model = mlp()
-    close(same(threads.run(2, work)), loop(model, sgd(model), lambda *t: t))
+    close(same(threads.run(2, work)), growing(model, sgd(model), lambda *t: t))

@@ -8,13 +8,12 @@ to k times as much. What is measured like this is labelled "emulated"; `namespac
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 import sys
-from pathlib import Path
 
 from paceline.errors import UsageError
+from paceline.lab.connections import connections
 
 _SO_MAX_PACING_RATE = 47  # <asm-generic/socket.h>; the socket module does not name it
 _UNLIMITED = 2**64 - 1
@@ -37,25 +36,7 @@ def pace(bytes_per_second: float | None) -> int:
         raise UsageError(f"{bytes_per_second} bytes a second is not a link speed", do="give 0 or more, or None")
     rate = struct.pack("=Q", int(bytes_per_second or _UNLIMITED))
     found = 0
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            if not str(entry.readlink()).startswith("socket:"):
-                continue
-            copy = socket.socket(fileno=os.dup(int(entry.name)))
-        except OSError:  # closed since it was listed, or a kind of socket Python cannot hold
-            continue
-        with copy:
-            if _is_connection(copy):
-                copy.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
-                found += 1
+    for connection in connections():
+        connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
+        found += 1
     return found
-
-
-def _is_connection(sock: socket.socket) -> bool:
-    if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
-        return False
-    try:
-        sock.getpeername()
-    except OSError:  # it listens, or was never connected
-        return False
-    return True
