@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -299,7 +300,21 @@ def test_lines_of_two_workers_do_not_run_into_each_other(tmp_path: Path) -> None
         output._show(second, second.feed(b"a\nb\r"))
         output._show(second, second.feed(b"c\r\nd"))
         output._show(second, second.feed(b""))
+        output._release(math.inf)
     assert (tmp_path / "out").read_bytes() == b"loading 10%\n[1] a\n[1] b\r[1] c\r\n[1] d\n"
+
+
+def test_a_line_in_two_pieces_is_not_torn(tmp_path: Path) -> None:
+    """An unbuffered print writes its text and its end of line apart."""
+    from paceline.launch.output import _Stream
+
+    with (tmp_path / "out").open("w+b") as out:
+        output = Output(out=out, err=out)
+        first, second = (_Stream(rank, out, out, None) for rank in range(2))
+        output._show(first, first.feed(b"ready"))
+        output._show(second, second.feed(b"ready\n"))
+        output._show(first, first.feed(b"\n"))
+    assert (tmp_path / "out").read_bytes() == b"ready\n[1] ready\n"
 
 
 def test_a_reader_that_goes_away_does_not_end_the_job(script: Callable[[str], list[str]], tmp_path: Path) -> None:

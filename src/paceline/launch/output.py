@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import selectors
 import sys
 import threading
+import time
 from collections import deque
 from pathlib import Path
 from typing import IO
 
 from paceline.launch.worker import Worker
+
+_HOLD_S = 0.1
 
 
 class Output:
@@ -27,7 +31,9 @@ class Output:
         self.log_dir, self.out, self.err = log_dir, out, err
         self._selector = selectors.DefaultSelector()
         self._streams: dict[int, list[_Stream]] = {}
-        self._open: dict[IO[bytes], bool] = {}  # is the last line on it unfinished?
+        self._open: dict[IO[bytes], bool] = {}  # is worker 0 in the middle of a line on it?
+        self._held: dict[IO[bytes], tuple[float, bytes]] = {}  # what others say meanwhile, and since when it waits
+        self._gone: set[IO[bytes]] = set()
         self._lost = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._pump, name="worker output", daemon=True)
@@ -79,7 +85,8 @@ class Output:
     def _pump(self) -> None:
         quiet = 0
         while self._selector.get_map() and quiet < 3:
-            ready = self._selector.select(timeout=0.1)
+            ready = self._selector.select(timeout=_HOLD_S)
+            self._release(time.monotonic() - _HOLD_S)
             quiet = quiet + 1 if self._stop.is_set() and not ready else 0
             for key, _ in ready:
                 stream: _Stream = key.data
@@ -89,6 +96,7 @@ class Output:
                 if not chunk:
                     self._selector.unregister(stream.pipe)
                     stream.over.set()
+        self._release(math.inf)
 
     def _log(self, stream: _Stream, chunk: bytes) -> None:
         if stream.log is None or not chunk:
@@ -104,13 +112,33 @@ class Output:
         sink = stream.sink
         if sink is None or not text:
             return
-        apart = b"\n" if stream.prefix and self._open.get(sink) else b""
+        if stream.prefix and self._open.get(sink):
+            since, held = self._held.get(sink, (time.monotonic(), b""))
+            self._held[sink] = since, held + text
+            return
+        self._write(sink, text)
+        self._open[sink] = not text.endswith((b"\n", b"\r"))
+        if not self._open[sink]:
+            self._write(sink, self._held.pop(sink, (0.0, b""))[1])
+
+    def _release(self, before: float) -> None:
+        """A line that worker 0 began and does not finish (a prompt, a progress bar) does not keep the others
+        waiting.
+        """
+        for sink, (since, text) in list(self._held.items()):
+            if since < before:
+                self._write(sink, b"\n" + text)
+                self._open[sink] = False
+                del self._held[sink]
+
+    def _write(self, sink: IO[bytes], text: bytes) -> None:
+        if sink in self._gone or not text:
+            return
         try:
-            sink.write(apart + text)
+            sink.write(text)
             sink.flush()
         except (OSError, ValueError):  # the reader is gone (`| head`): the workers go on
-            stream.sink = None
-        self._open[sink] = not text.endswith((b"\n", b"\r"))
+            self._gone.add(sink)
 
 
 class _Stream:
