@@ -53,7 +53,7 @@ class ThreadComm:
 
     def __init__(self, room: Room, rank: int, name: str = "") -> None:
         self.room, self.rank, self.world, self.name = room, rank, room.world, name
-        self.sent = self.ops = 0
+        self.sent = self.ops = self._agreed = 0
 
     def mean(self, x: Tensor) -> Op:
         return self._op("mean", x, lambda all_: x.copy_(_total(all_) / self.world), 2 * (self.world - 1) / self.world)
@@ -82,7 +82,8 @@ class ThreadComm:
         return self._op("broadcast", x, lambda all_: x.copy_(all_[root]), self.rank == root)
 
     def agree(self, what: str, text: str) -> None:
-        key = (self.name, "agree", what)
+        self._agreed += 1
+        key = (self.name, "agree", self._agreed)
         self.room.post(key, self.rank, text, None)
         self.room.meet(key, what)
 

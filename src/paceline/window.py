@@ -48,7 +48,8 @@ class Window:
     def take(self, batch: Batch) -> None:
         """The loader hands out a batch."""
         self.batch = batch
-        self.scale = batch.weight * self.world / (self._totals[0] if self._totals else batch.total)
+        reference = self._totals[0] if self._totals else batch.total
+        self.scale = batch.weight * self.world / reference if reference else 0.0
 
     def count(self) -> None:
         """A backward begins. A batch counts once, however many backwards it takes."""
@@ -56,7 +57,9 @@ class Window:
             return
         if self.batch is None or self.batch is not self._counted:
             self._counted = self.batch
-            self._totals.append(self.batch.total if self.batch else float(self.world))
+            total = self.batch.total if self.batch else float(self.world)
+            if total:  # nothing counted anywhere: nothing to weigh against
+                self._totals.append(total)
 
     def factor(self) -> float:
         """What brings the sum to scale: 1 where it is already."""

@@ -144,7 +144,7 @@ def _backend(asked: str | None, env: Environment) -> str:
         raise UsageError(f"backend={asked!r} is not available", do=nearest(asked, known))
     if "nccl" in asked and not gpu:
         raise UsageError(f"backend={asked!r} needs a GPU for local worker {env.local_rank}", do="use backend='gloo'")
-    return asked
+    return "cpu:gloo,cuda:nccl" if asked == "nccl" else asked  # set-up and loader speak of tensors on the CPU
 
 
 def _store(env: Environment, timeout: datetime.timedelta) -> Any:
