@@ -35,6 +35,7 @@ class Board(Protocol):
 
     def agree(self, key: str, what: str, text: str) -> None: ...
     def pulse(self, lane: str, op: int, label: str, waited_s: float) -> None: ...
+    def clear(self) -> None: ...
     def lost(self, label: str, error: Exception) -> PeerError: ...
 
 
@@ -146,18 +147,21 @@ class DistComm:
         if not blocking:
             work.wait()
             return
-        began = time.monotonic()
+        began, slow = time.monotonic(), False
         while True:
             try:
                 work.wait(datetime.timedelta(seconds=SLICE_S))
-                return
+                break
             except RuntimeError:
                 if work.is_completed():
                     failure = _failure(work)
                     if failure is None:
-                        return
+                        break
                     raise self.board.lost(label, failure) from None
+            slow = True
             self.board.pulse(self.name, number, label, time.monotonic() - began)
+        if slow:
+            self.board.clear()
 
 
 def _failure(work: Any) -> Exception | None:

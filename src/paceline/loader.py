@@ -180,10 +180,16 @@ class Loader:
         try:
             piece = next(pieces)
             return piece, self._weight_of(piece)
-        except Exception:
+        except Exception as error:
             if self._asks:
                 with contextlib.suppress(PeerError):  # the first error is the one to be seen
                     self._gathered(_FAILED)
+            if isinstance(error, (ConnectionError, EOFError)) or "DataLoader worker" in str(error):
+                raise DataError(
+                    f"a process of worker {self.comm.rank}'s data loader died",
+                    why=f"{type(error).__name__}: {error}",
+                    do="look for an out-of-memory kill, or run with num_workers=0 to see where it fails",
+                ) from error
             raise
 
     def _weight_of(self, piece: Piece) -> float:

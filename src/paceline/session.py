@@ -29,7 +29,7 @@ from paceline.telemetry import Hello, Recorder
 from paceline.things import Things
 
 SLOW_MBIT = 1500.0  # below this the link is what a step on a CPU waits for
-_PROBES, _PROBE_S = 8, 0.3  # at most so many, for at most about so long
+_PROBES_KB, _PROBE_S = (64, 64, *[1024] * 8), 0.3  # small ones first: a very slow link shows at once
 
 
 @dataclass
@@ -111,7 +111,7 @@ class Session:
 
 
 def link_mbit(comm: Comm) -> float:
-    """The speed of a mean of one megabyte, as the slowest worker sees it: one number for all of them.
+    """The speed of a mean, as the slowest worker sees it: one number for all of them.
 
     Infinite on one host, where there is no link. Other programs can only make one look slow, so it is measured again
     until it looks fast or is slow for good.
@@ -119,8 +119,8 @@ def link_mbit(comm: Comm) -> float:
     if comm.world == 1 or len(set(comm.gather(torch.tensor([_host()])).wait().flatten().tolist())) == 1:
         return pace_mbit()
     best, waited = 0.0, 0.0
-    x = torch.zeros(2**18)
-    for _ in range(_PROBES):
+    for kilobytes in _PROBES_KB:
+        x = torch.zeros(kilobytes * 256)
         barrier(comm)
         began = time.perf_counter()
         comm.mean(x).wait()

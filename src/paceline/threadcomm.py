@@ -56,30 +56,35 @@ class ThreadComm:
         self.sent = self.ops = self._agreed = 0
 
     def mean(self, x: Tensor) -> Op:
-        return self._op("mean", x, lambda all_: x.copy_(_total(all_) / self.world), 2 * (self.world - 1) / self.world)
+        return self._op(
+            "mean", x, lambda all_: x.copy_(_total(all_) / self.world), 2 * payload(x) * (self.world - 1) // self.world
+        )
 
     def sum(self, x: Tensor) -> Op:
-        return self._op("sum", x, lambda all_: x.copy_(_total(all_)), 2 * (self.world - 1) / self.world)
+        return self._op("sum", x, lambda all_: x.copy_(_total(all_)), 2 * payload(x) * (self.world - 1) // self.world)
 
     def gather(self, x: Tensor) -> Op:
-        return self._op("gather", x, torch.stack, self.world - 1)
+        return self._op("gather", x, torch.stack, payload(x) * (self.world - 1))
 
     def scatter_mean(self, x: Tensor) -> Op:
         def mine(all_: list[Tensor]) -> Tensor:
             return (_total(all_) / self.world).view(self.world, -1)[self.rank]
 
-        return self._op("scatter_mean", x, mine, (self.world - 1) / self.world)
+        return self._op("scatter_mean", x, mine, payload(x) * (self.world - 1) // self.world)
 
     def alltoall(self, x: Tensor) -> Op:
         return self._op(
-            "alltoall", x, lambda all_: torch.stack([r[self.rank] for r in all_]), (self.world - 1) / self.world
+            "alltoall",
+            x,
+            lambda all_: torch.stack([r[self.rank] for r in all_]),
+            payload(x) * (self.world - 1) // self.world,
         )
 
     def swap(self, x: Tensor, peer: int) -> Op:
-        return self._op("swap", x, lambda all_: all_[peer], 1)
+        return self._op("swap", x, lambda all_: all_[peer], payload(x))
 
     def broadcast(self, x: Tensor, root: int = 0) -> Op:
-        return self._op("broadcast", x, lambda all_: x.copy_(all_[root]), self.rank == root)
+        return self._op("broadcast", x, lambda all_: x.copy_(all_[root]), payload(x) if self.rank == root else 0)
 
     def agree(self, what: str, text: str) -> None:
         self._agreed += 1
@@ -87,9 +92,9 @@ class ThreadComm:
         self.room.post(key, self.rank, text, None)
         self.room.meet(key, what)
 
-    def _op(self, op: str, x: Tensor, result: Callable[[list[Tensor]], Tensor], share: float) -> Op:
+    def _op(self, op: str, x: Tensor, result: Callable[[list[Tensor]], Tensor], sends: int) -> Op:
         key = (self.name, self.ops)
-        self.sent += round(payload(x) * share)
+        self.sent += sends
         self.ops += 1
         self.room.post(key, self.rank, signature(op, x), x.detach().clone())
         return Op(lambda: result(self.room.meet(key, f"operation {key[1]} of lane {self.name}")))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from paceline.comm import SLICE_S, differ
@@ -25,6 +26,7 @@ class StoreBoard:
         self.store, self.rank, self.world, self.deadline_s = store, rank, world, deadline_s
         self.step = 0  # kept by the engine, for messages only
         self.where = ""  # the samples in hand, likewise
+        self.counts: Callable[[], dict[str, int]] = dict  # how many operations this worker has begun on each lane
         self._agreed: dict[str, int] = {}
 
     # ------------------------------------------------------------------------------------------------ plain messages
@@ -77,10 +79,14 @@ class StoreBoard:
     def wait_for_all(self, key: str, what: str) -> dict[int, Any]:
         began = time.monotonic()
         pause = 0.0005
+        slow = False
         while len(posts := self.others(key)) < self.world - 1:
             if (waited := time.monotonic() - began) > SLICE_S:
+                slow = True
                 self.pulse(key, 0, what, waited)
             time.sleep(pause := min(2 * pause, 0.05))
+        if slow:
+            self.clear()
         return posts
 
     def pulse(self, lane: str, op: int, label: str, waited_s: float) -> None:
@@ -96,14 +102,13 @@ class StoreBoard:
                         worker=r,
                     )
                 )
-        self.write(f"waits/{self.rank}", {"label": label, "since": round(waited_s)})
-        waits = self.others("waits") | {self.rank: {"label": label}}
+        self.write(f"waits/{self.rank}", {"label": label, "lane": lane, "op": op, "ops": self.counts()})
+        waits = self._waits()
         labels = {r: w["label"] for r, w in sorted(waits.items())}
-        if waited_s > _GRACE_S and len(labels) == self.world and len(set(labels.values())) > 1:
+        if waited_s > _GRACE_S and stuck(waits, self.world):
             time.sleep(SLICE_S)  # a worker may just have gone on: look twice
-            again = {r: w["label"] for r, w in (self.others("waits") | {self.rank: {"label": label}}).items()}
             self.raise_cause()
-            if dict(sorted(again.items())) == labels:
+            if self._waits() == waits:
                 raise self._gave_up(_deadlock(labels))
         if waited_s > self.deadline_s:
             silent = [r for r in range(self.world) if r not in labels]
@@ -121,8 +126,11 @@ class StoreBoard:
                 )
             )
 
+    def _waits(self) -> dict[int, Any]:
+        return {r: w for r in range(self.world) if (w := self.read(f"waits/{r}")) is not None}
+
     def clear(self) -> None:
-        """Called at a commit if this worker had ever been slow: its old cry must not be taken for a new one."""
+        """The wait is over: an old cry must not be taken for a new one."""
         self.store.delete_key(f"waits/{self.rank}")
 
     def lost(self, label: str, error: Exception) -> PeerError:
@@ -162,6 +170,20 @@ class StoreBoard:
     def _gave_up(self, error: PeerError) -> PeerError:
         self.post_cause(error)
         return error
+
+
+def stuck(waits: dict[int, Any], world: int) -> bool:
+    """Can none of the waiting workers go on? One can if everybody has begun the operation it waits for: then it is
+    the link that is slow. `waits` says for each blocked worker its lane and operation, and how many it has begun on
+    each lane.
+    """
+
+    def served(mine: Any) -> bool:
+        here = (mine["lane"], mine["op"])
+        begun = all(w["ops"].get(mine["lane"], 0) > mine["op"] for w in waits.values())
+        return begun and all(w["label"] == mine["label"] for w in waits.values() if (w["lane"], w["op"]) == here)
+
+    return len(waits) == world and not any(served(mine) for mine in waits.values())
 
 
 def _deadlock(labels: dict[int, str]) -> MismatchError:

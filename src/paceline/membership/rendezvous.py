@@ -34,6 +34,8 @@ class World:
         self.rank, self.world = env.rank, env.world
         self.device = torch.device("cuda", env.local_rank) if "nccl" in backend else torch.device("cpu")
         self.lanes: list[DistComm] = []
+        if board is not None:
+            board.counts = lambda: {lane.name: lane.ops for lane in self.lanes}
         self.closing: list[Callable[[], None]] = []  # called when this worker leaves, whatever the reason
         self._pid = os.getpid()
         self._failed = self._over = False
@@ -97,7 +99,7 @@ class World:
     def _farewell(self, board: StoreBoard) -> None:
         """After a failure only the server of the store stays, until the others have read the cause."""
         if not self._failed:
-            board.write(f"left/{self.rank}", {"steps": board.step, "ops": {c.name: c.ops for c in self.lanes}})
+            board.write(f"left/{self.rank}", {"steps": board.step, "ops": board.counts()})
         board.write(f"gone/{self.rank}", True)
         serves = self.rank == 0 and not self.env.served
         failed = self._failed or board.read("cause") is not None

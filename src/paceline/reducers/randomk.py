@@ -1,0 +1,62 @@
+"""Entries chosen by lot, the same on every worker."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from paceline.knobs import knob
+from paceline.parts import Comm, Part, Reduced, Reducer
+from paceline.registry import register
+
+if TYPE_CHECKING:
+    from paceline.bucket import Bucket
+
+
+@register
+@dataclass(kw_only=True)
+class RandomK(Reducer):
+    """k = ⌈ratio·n⌉ places of the bucket, drawn anew each step from a seed all workers share.
+
+    Everyone sends the same places, so no places travel and the values can be summed on the way: a mean of k elements,
+    whose bytes do not grow with the world. Wants error feedback.
+    """
+
+    name: ClassVar[str] = "randomk"
+    paper: ClassVar[str] = "Stich et al., Sparsified SGD with Memory, NeurIPS 2018"
+    formula: ClassVar[str] = "2·⌈ratio·n⌉·s·(W−1)/W"
+    gives: ClassVar[frozenset[str]] = frozenset({"elementwise", "leftover"})
+
+    ratio: float = knob(0.01, "share of the entries that travel", above=0.0, high=1.0)
+    seed: int = knob(0, "of the lot", low=0)
+
+    def recipe(self) -> dict[str, Part]:
+        from paceline.reducers.error_feedback import ErrorFeedback
+
+        return {"reducer": ErrorFeedback(of=self)}
+
+    async def mean(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
+        where = self._draw(b)
+        mean = torch.zeros_like(x)
+        mean[where] = await comm.mean(x[where])
+        return Reduced(mean, lambda: x.index_fill_(0, where, 0.0))
+
+    def _draw(self, b: Bucket) -> Tensor:
+        """One place in each of k stretches as equal as can be: spread like a draw without replacement, and no
+        sorting.
+        """
+        k, device = self._k(b), b.flat.device
+        edges = torch.arange(k + 1, device=device) * b.n // k
+        generator = torch.Generator(device).manual_seed((self.seed * 1_000_003 + b.index) * 1_000_003 + b.step)
+        lot = torch.rand(k, generator=generator, device=device, dtype=torch.float64)
+        return edges[:-1] + (lot * edges.diff()).long()
+
+    def _k(self, b: Bucket) -> int:
+        return max(1, math.ceil(self.ratio * b.n))
+
+    def sends(self, b: Bucket, world: int) -> int:
+        return 2 * self._k(b) * b.flat.itemsize * (world - 1) // world

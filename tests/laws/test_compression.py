@@ -1,0 +1,173 @@
+"""Laws of reducers that send less: right on average, exact in the limit, nothing lost over time, saved and
+resized.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import threads
+from laws_table import BUCKETS, fresh, vector
+from paceline import registry
+from paceline.errors import MethodError
+from paceline.method import Method, method
+from paceline.pipeline import Pipeline
+from rig import alone, close, data, loop, mlp, same, sgd, train, weights
+
+UNBIASED = [(n, k) for n in ("qsgd", "nuqsgd") for k in ({"bits": 2}, {"bits": 4}, {"bits": 8})] + [
+    ("qsgd", {"bits": 4, "norm": "l2"})
+]
+DENSE = [("topk", {"ratio": 1.0}), ("randomk", {"ratio": 1.0}), ("powersgd", {"rank": 64})]
+BIASED = ["topk", "randomk", "sign", "powersgd", "half", "int8"]
+
+
+def once(comm, reducer, b, x):
+    out = []
+
+    async def run():
+        out.append((await reducer.mean(b, x, comm)).mean.clone())
+
+    pipeline = Pipeline()
+    pipeline.start(run())
+    pipeline.drain()
+    return out[0]
+
+
+@pytest.mark.parametrize(("name", "knobs"), UNBIASED)
+def test_unbiased(name, knobs):
+    """The mean over many draws is the mean: each element within five standard errors."""
+    draws = 400
+
+    def work(comm):
+        b = BUCKETS[0](comm.world)
+        reducer, x, means = fresh(name, {**knobs, "d": 64}), vector(b, comm.rank), []
+        for b.step in range(draws):
+            means.append(once(comm, reducer, b, x.clone()))
+        return x, torch.stack(means).double()
+
+    results = threads.run(2, work)
+    want = (results[0][0] + results[1][0]).double() / 2
+    seen = results[0][1]
+    error = (seen.mean(0) - want).abs()
+    assert (error <= 5 * seen.std(0) / draws**0.5 + 1e-6).all(), f"off by {error.max():.3g}"
+
+
+def test_workers_round_independently():
+    def work(comm):
+        b = BUCKETS[3](comm.world)
+        x = torch.full_like(b.flat, 0.3)
+        x[0] = 1.0
+        return fresh("qsgd", {}).encode(x, b, comm.rank)[0]
+
+    a, b = threads.run(2, work)
+    assert not torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("name", "knobs"), DENSE)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_dense_limit(name, knobs, world):
+    """At the loosest knob the trajectory is that of the exact mean."""
+    batches = data(8)
+    close(same(train(world, batches, spec=name, knobs=knobs)), alone(batches), tol=2e-4)
+
+
+@pytest.mark.parametrize("name", BIASED)
+def test_error_feedback_loses_nothing_over_time(name):
+    """The sum of all means and of what is still kept is the sum of all gradients: in fp64, after 30 steps."""
+    steps = 30
+
+    def work(comm):
+        b = BUCKETS[0](comm.world)
+        reducer = registry.find("error_feedback")(of=fresh(name, {}))
+        given, got = torch.zeros(b.n, dtype=torch.float64), torch.zeros(b.n, dtype=torch.float64)
+        for b.step in range(steps):
+            x = vector(b, 10 * b.step + comm.rank)
+            given += x[: b.n]
+            got += once(comm, reducer, b, x)[: b.n]
+            reducer.state.commit()
+        return given, got, reducer.state[0, "e"][: b.n].double()
+
+    given, got, kept = (torch.stack([r[i] for r in threads.run(3, work)]) for i in range(3))
+    scale = given.abs().max()
+    tolerance = 30 * max(fresh(name, {}).tolerance, 1e-6)
+    assert ((given.mean(0) - got[0] - kept.mean(0)).abs().max() / scale) < tolerance
+
+
+@pytest.mark.parametrize("name", ["topk", "powersgd", "sign", "randomk", "qsgd", "nuqsgd", "int8"])
+def test_it_still_learns(name):
+    knobs = {"topk": {"ratio": 0.1}, "randomk": {"ratio": 0.5}, "powersgd": {"rank": 2}}.get(name, {})
+    x, y = data(1, size=24)[0]
+    batches = [(x, y)] * 60
+
+    def loss(flat):
+        model = mlp()
+        torch.nn.utils.vector_to_parameters(flat, model.parameters())
+        return torch.nn.functional.cross_entropy(model(x), y).item()
+
+    start, end = loss(weights(mlp())), loss(same(train(2, batches, spec=name, knobs=knobs)))
+    assert end < 0.75 * start, f"{name}: {start:.3f} -> {end:.3f}"
+
+
+@pytest.mark.parametrize("name", ["topk", "powersgd", "sign"])
+def test_save_and_load_goes_on_bit_equal_in_another_cut(name):
+    """State is keyed by parameter name: it survives other bucket sizes."""
+    from rig import Rig
+
+    batches = data(8)
+
+    def run(comm, split):
+        model = mlp()
+        opt = sgd(model)
+        r = Rig(comm, model, opt, spec=name)
+        loop(batches[:4], model, opt, r.take)
+        if split:
+            saved = [part.state.save(r.engine.buckets) for part in r.engine.method.parts()]
+            fresh_model = mlp()
+            fresh_model.load_state_dict(model.state_dict())
+            fresh_opt = sgd(fresh_model)
+            fresh_opt.load_state_dict(opt.state_dict())
+            model, opt = fresh_model, fresh_opt
+            lane = type(comm)(comm.room, comm.rank, "again")
+            r = Rig(lane, model, opt, spec=name, bucket_mb=1.0)
+            r.engine.ex.step = 4
+            for part, state in zip(r.engine.method.parts(), saved, strict=True):
+                part.state.load(state, r.engine.buckets)
+        return loop(batches[4:], model, opt, r.take)
+
+    whole = same(threads.run(2, lambda comm: run(comm, False)))
+    parted = same(threads.run(2, lambda comm: run(comm, True)))
+    close(parted, whole, tol=1e-6 if name != "sign" else 5e-2)  # sign's blocks are a bucket's, not a parameter's
+
+
+def test_recipes_and_what_is_refused():
+    assert str(method("topk")).startswith("error_feedback(of=topk")
+    assert method("powersgd", rank=2).reducer.of.rank == 2
+    for name in ("qsgd", "nuqsgd", "exact"):
+        with pytest.raises(MethodError, match="does not go together"):
+            Method(reducer=registry.find("error_feedback")(of=fresh(name, {})))
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs"),
+    [
+        ("powersgd", {"rank": 0}),
+        ("topk", {"ratio": 0.0}),
+        ("topk", {"ratio": 1.5}),
+        ("randomk", {"ratio": -1.0}),
+        ("qsgd", {"bits": 3}),
+        ("qsgd", {"d": 0}),
+        ("warmup", {"steps": 0}),
+    ],
+)
+def test_bad_knobs(name, knobs):
+    with pytest.raises(MethodError):
+        method(name, **knobs)
+
+
+def test_warmup_is_exact_first_and_then_not():
+    batches = data(6)
+    warm = method("warmup", steps=6)
+    close(same(train(2, batches, spec=warm)), alone(batches))
+    short = same(train(2, batches, spec=method("warmup", steps=3)))
+    assert not torch.equal(short, same(train(2, batches, spec="exact")))

@@ -1,0 +1,31 @@
+"""When are waiting workers stuck, and when is only the link slow?"""
+
+from __future__ import annotations
+
+from paceline.membership.board import stuck
+
+
+def waits(label: str, lane: str, op: int, **ops: int) -> dict[str, object]:
+    return {"label": label, "lane": lane, "op": op, "ops": ops}
+
+
+def test_all_in_the_same_operation_is_a_slow_link():
+    both = waits("mean #3", "a", 3, a=4)
+    assert not stuck({0: both, 1: both}, 2)
+
+
+def test_one_ahead_on_a_slow_link_is_no_deadlock():
+    """Worker 0 has finished operation 2 and wants to agree on the next; worker 1 still receives operation 2."""
+    assert not stuck({0: waits("operation 3", "agree/a/1", 0, a=3), 1: waits("mean #2", "a", 2, a=3)}, 2)
+
+
+def test_different_operations_of_one_number():
+    assert stuck({0: waits("mean #3", "a", 3, a=4), 1: waits("broadcast #3", "a", 3, a=4)}, 2)
+
+
+def test_one_that_never_began_what_the_others_wait_for():
+    assert stuck({0: waits("mean #3", "a", 3, a=4, b=0), 1: waits("gather #0", "b", 0, a=3, b=1)}, 2)
+
+
+def test_who_computes_is_not_stuck():
+    assert not stuck({0: waits("mean #3", "a", 3, a=4)}, 2)
