@@ -121,6 +121,15 @@ def interfaces() -> list[str]:
     return [name for _, name in socket.if_nameindex()]
 
 
+def odd_settings(env: Mapping[str, str] = os.environ) -> list[str]:
+    """Settings that are ignored where they are read, which nobody would notice."""
+    threads = env.get("OMP_NUM_THREADS", "")
+    counts = [count.strip() for count in threads.split(",")]
+    if threads and not all(count.isdecimal() and int(count) for count in counts):
+        return [f"OMP_NUM_THREADS={threads!r} is not a number of threads and is ignored"]
+    return []
+
+
 def check_transport(env: Mapping[str, str] = os.environ) -> None:
     """Refuse what gloo would only refuse deep inside, or not at all."""
     asked = env.get("GLOO_SOCKET_IFNAME")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import paceline
 from paceline.engine import Engine
-from paceline.environment import Environment
+from paceline.environment import Environment, odd_settings
 from paceline.errors import UsageError
 from paceline.loader import Loader
 from paceline.membership.rendezvous import World, join
@@ -106,7 +106,7 @@ class Session:
         speed = f" at {mbit:.0f} Mbit/s" if mbit < 1000 else f" at {mbit / 1000:.1f} Gbit/s" if mbit < math.inf else ""
         many = f"{self.world.world} workers over {self.world.backend}{speed}"
         workers = many if self.world.world > 1 else "1 worker"
-        for line in [f"{workers}, method {method}", *(loader.describe() for loader in loaders)]:
+        for line in [f"{workers}, method {method}", *(loader.describe() for loader in loaders), *odd_settings()]:
             print(f"paceline: {line}", file=sys.stderr, flush=True)
 
 

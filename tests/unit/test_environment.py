@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.environment import Environment, check_transport
+from paceline.environment import Environment, check_transport, odd_settings
 from paceline.errors import PeerError, UsageError
 from processes import free_port, run
 
@@ -78,6 +78,11 @@ def test_b12_tls_is_refused_rather_than_dropped():
 def test_b24_knobs_that_are_no_object(text):
     with pytest.raises(UsageError, match="PACELINE_SET is not a JSON object"):
         Environment.read({"PACELINE_SET": text})
+
+
+def test_b13_a_thread_count_that_is_none():
+    assert "OMP_NUM_THREADS='banana'" in odd_settings({"OMP_NUM_THREADS": "banana"})[0]
+    assert odd_settings({"OMP_NUM_THREADS": "4"}) == odd_settings({"OMP_NUM_THREADS": "4,2"}) == odd_settings({}) == []
 
 
 def _prepare(rank, deadline=3.0):

@@ -23,7 +23,7 @@ class TopK(Reducer):
     """Of each tensor the k = max(1, ⌈ratio·numel⌉) entries of largest magnitude: value and place, 8 bytes each.
 
     Workers choose different places, so what arrives is added, not written. Everyone gets everything: the bytes grow
-    with the world, and beyond about 1/(2·ratio) workers a dense mean is cheaper. Wants error feedback.
+    with the world, and beyond about 1/ratio workers a dense mean is cheaper. Wants error feedback.
     """
 
     name: ClassVar[str] = "topk"
