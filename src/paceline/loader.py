@@ -184,7 +184,7 @@ class Loader:
             if self._asks:
                 with contextlib.suppress(PeerError):  # the first error is the one to be seen
                     self._gathered(_FAILED)
-            if isinstance(error, (ConnectionError, EOFError)) or "DataLoader worker" in str(error):
+            if isinstance(error, (ConnectionError, EOFError)) or "DataLoader worker (pid" in str(error):
                 raise DataError(
                     f"a process of worker {self.comm.rank}'s data loader died",
                     why=f"{type(error).__name__}: {error}",
