@@ -476,7 +476,7 @@ def test_the_error_of_a_loader_process_comes_through() -> None:
     with pytest.raises(ZeroDivisionError, match="sample 5"):
         list(loader)
     assert loader.state_dict()["batches"] == 2
-    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+    with pytest.raises(DataError, match="data loader died"):
         list(prepared(DataLoader(Bad(range(12)), 2, sampler=[9, 1], num_workers=1)))
 
 
