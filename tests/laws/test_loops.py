@@ -82,6 +82,30 @@ def test_grad_scaler_all_skip_together(spec):
     close(same([r[0] for r in results]), want, tol=2e-6 if spec == "exact" else 5e-3)
 
 
+@dataclass(kw_only=True)
+class Blind(Reducer):
+    """Does not let an infinity through, as a compressor may."""
+
+    name: ClassVar[str] = "blind"
+
+    async def mean(self, b, x, comm):
+        return Reduced(await comm.mean(x.nan_to_num(posinf=0.0, neginf=0.0)))
+
+
+def test_a_reducer_that_hides_an_infinity_does_not_hide_it_from_the_scaler():
+    batches = data(6)
+
+    def work(comm):
+        model = mlp()
+        opt, scaler = sgd(model), _scaler()
+        take = Rig(comm, model, opt, spec=Method(reducer=Blind()), scaler=scaler).take
+        spoil = lambda step, x: x * float("inf") if step == 4 and comm.rank == 1 else x  # noqa: E731
+        return _scaled_loop(batches, model, opt, take, scaler, spoil)
+
+    for _, scales in threads.run(2, work):
+        assert scales[4] < scales[3]
+
+
 def test_what_is_kept_back_follows_the_loss_scale():
     """With a memory in the reducer, the trajectory must not depend on how the scale wandered."""
     batches = data(10)
