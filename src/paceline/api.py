@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import zlib
 from contextlib import AbstractContextManager
@@ -22,7 +23,7 @@ from paceline.method import Method
 from paceline.method import method as make_method
 from paceline.parts import Comm, Part
 from paceline.race.peers import PEERS, prepare_peer
-from paceline.session import SLOW_MBIT, Session, as_json
+from paceline.session import SLOW_MBIT, Session
 from paceline.settings import Settings
 from paceline.telemetry import Recorder
 from paceline.things import Things
@@ -62,7 +63,7 @@ def prepare(*objects: Any, method: str | Method | Part | None = None, **argument
     _session.check_new(things)
     name = peer or str(chosen)
     _session.say_hello(things, name)
-    _session.agree(things, peer or as_json(chosen.config()), settings)
+    _session.agree(things, peer or json.dumps(chosen.config(), sort_keys=True), settings)
     new: dict[int, Any] = {}
     engines: list[Engine] = []
     if peer is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import socket
@@ -151,7 +150,3 @@ def _broadcast(comm: Comm, tensor: Tensor) -> None:
     comm.broadcast(whole).wait()
     if whole.data_ptr() != real.data_ptr():
         real.copy_(whole)
-
-
-def as_json(config: Any) -> str:
-    return json.dumps(config, sort_keys=True)

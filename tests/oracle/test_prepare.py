@@ -84,6 +84,33 @@ def test_weights_are_tokens(accumulate):
     same(values(run(2, tokens, accumulate)), _tokens(lambda *things: things))
 
 
+def _held(prepare, hold):
+    """Every second batch is held back: pairs count as one batch of twice the size."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = prepare(model, optimizer, DataLoader(_data(), batch_size=8 if hold else 16))
+    for i, (x, y) in enumerate(loader):
+        if hold and i % 2 == 0:
+            with hold(optimizer):
+                cross_entropy(model(x), y).backward()
+            continue
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def held(rank):
+    import paceline
+
+    return _held(paceline.prepare, paceline.hold)
+
+
+def test_hold_is_the_larger_batch():
+    same(values(run(2, held)), _held(lambda *things: things, None))
+
+
 def bad_label(rank):
     import paceline
 

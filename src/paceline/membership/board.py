@@ -94,14 +94,7 @@ class StoreBoard:
         self.raise_cause()
         for r, left in self.others("left").items():
             if left["ops"].get(lane, 0) <= op and lane in left["ops"]:
-                raise self._gave_up(
-                    PeerError(
-                        f"worker {r} left after {left['steps']} steps, but worker {self.rank} waits for it in {label}",
-                        why="it ended (exit, return or an exception it caught) before the others did",
-                        do="let every worker run the same number of steps",
-                        worker=r,
-                    )
-                )
+                raise self._gave_up(_left_early(r, left, label))
         self.write(f"waits/{self.rank}", {"label": label, "lane": lane, "op": op, "ops": self.counts()})
         waits = self._waits()
         labels = {r: w["label"] for r, w in sorted(waits.items())}
@@ -145,14 +138,7 @@ class StoreBoard:
             gone = self.others("left")
             if gone:
                 r, left = next(iter(gone.items()))
-                return self._gave_up(
-                    PeerError(
-                        f"worker {r} left after {left['steps']} steps, in the middle of {label}",
-                        why="it ended before the others did",
-                        do="let every worker run the same number of steps",
-                        worker=r,
-                    )
-                )
+                return self._gave_up(_left_early(r, left, label))
             if len(self.others("lost")) == self.world - 1:
                 break
             time.sleep(0.05)
@@ -184,6 +170,15 @@ def stuck(waits: dict[int, Any], world: int) -> bool:
         return begun and all(w["label"] == mine["label"] for w in waits.values() if (w["lane"], w["op"]) == here)
 
     return len(waits) == world and not any(served(mine) for mine in waits.values())
+
+
+def _left_early(worker: int, left: Any, label: str) -> PeerError:
+    return PeerError(
+        f"worker {worker} left after {left['steps']} steps, but the others wait for it in {label}",
+        why="it ended (exit, return or an exception it caught) before the others did",
+        do="let every worker run the same number of steps",
+        worker=worker,
+    )
 
 
 def _deadlock(labels: dict[int, str]) -> MismatchError:
