@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.membership.board import stuck
+from paceline.membership.board import StoreBoard, stuck
 
 
 def waits(label: str, lane: str, op: int, **ops: int) -> dict[str, object]:
@@ -29,3 +29,28 @@ def test_one_that_never_began_what_the_others_wait_for():
 
 def test_who_computes_is_not_stuck():
     assert not stuck({0: waits("mean #3", "a", 3, a=4)}, 2)
+
+
+def test_a_wait_that_ends_while_another_worker_looks_at_it():
+    """What was there when a worker asked is there when it reads: nothing is ever deleted."""
+
+    class Store(dict):
+        def check(self, keys):
+            found = all(key in self for key in keys)
+            if found:
+                boards[1].clear()  # at the worst of moments
+            return found
+
+        def set(self, key, value):
+            self[key] = value
+
+        def get(self, key):  # as TCPStore: a key that has gone is empty bytes
+            return super().get(key, b"")
+
+        def delete_key(self, key):
+            self.pop(key, None)
+
+    store = Store()
+    boards = [StoreBoard(store, rank, 2, 30.0) for rank in range(2)]
+    boards[1].write("waits/1", waits("mean #3", "a", 3, a=4))
+    assert boards[0].read("waits/1") is None

@@ -12,8 +12,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from paceline.comm import SLICE_S, differ
-from paceline.errors import DeadlineError, MismatchError, PacelineError, PeerError
+from paceline.comm import SLICE_S
+from paceline.errors import DeadlineError, MismatchError, PacelineError, PeerError, differ
 
 _KINDS = {cls.__name__: cls for cls in (DeadlineError, MismatchError)}
 _GRACE_S = 2.0  # how long survivors wait for each other's word before they call somebody silent
@@ -123,8 +123,11 @@ class StoreBoard:
         return {r: w for r in range(self.world) if (w := self.read(f"waits/{r}")) is not None}
 
     def clear(self) -> None:
-        """The wait is over: an old cry must not be taken for a new one."""
-        self.store.delete_key(f"waits/{self.rank}")
+        """The wait is over: an old cry must not be taken for a new one.
+
+        It is overwritten, never deleted: another worker may just have seen that the key is there, and is about to read.
+        """
+        self.write(f"waits/{self.rank}", None)
 
     def lost(self, label: str, error: Exception) -> PeerError:
         """A connection broke. Find out who is gone: those who live say so within the grace."""
