@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline import hooks
-from paceline.comm import differ
 from paceline.engine import Engine
 from paceline.environment import Environment
-from paceline.errors import MethodError, UsageError, nearest
+from paceline.errors import MethodError, UsageError, differ, nearest
 from paceline.loader import Batch, Loader
 from paceline.method import Method
 from paceline.method import method as make_method

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.errors import MismatchError, PeerError
+from paceline.errors import PeerError
 
 SLICE_S = 0.5
-_NARROW = (torch.float16, torch.bfloat16)
+NARROW = (torch.float16, torch.bfloat16)
 # torch 2.13 has new names for these two and warns at the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -77,7 +77,7 @@ class DistComm:
         return cls(group, name=name, board=board)
 
     def mean(self, x: Tensor) -> Op:
-        if x.dtype in _NARROW:  # W large values must not overflow while they are summed
+        if x.dtype in NARROW:  # W large values must not overflow while they are summed
             return self._reduce("mean", x.div_(self.world), dist.ReduceOp.SUM)
         return self._reduce("mean", x, dist.ReduceOp.AVG)
 
@@ -194,27 +194,3 @@ class Alone:
 
     def agree(self, what: str, text: str) -> None:
         pass
-
-
-def differ(what: str, texts: list[str]) -> None:
-    """Raise the same MismatchError on every worker unless all texts are equal; the fewest are named as the odd
-    ones.
-    """
-    if len(set(texts)) == 1:
-        return
-    usual = max(texts, key=texts.count)
-    odd = [rank for rank, text in enumerate(texts) if text != usual]
-    first = odd[0]
-    raise MismatchError(
-        f"{what}: worker {first} differs from the others",
-        why=f"worker {first} has {_around(texts[first], usual)}; worker {texts.index(usual)} has "
-        f"{_around(usual, texts[first])}" + (f" (workers {odd} differ)" if len(odd) > 1 else ""),
-        do="start every worker with the same script, arguments, data and library versions",
-        worker=first,
-    )
-
-
-def _around(text: str, other: str) -> str:
-    """The lines of text that other does not have: the difference, not the whole."""
-    lines = set(other.splitlines())
-    return "; ".join([line for line in text.splitlines() if line not in lines][:3]) or "nothing of it"

@@ -69,3 +69,27 @@ def nearest(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}known: {', '.join(names)}"
+
+
+def differ(what: str, texts: list[str]) -> None:
+    """Raise the same MismatchError on every worker unless all texts are equal; the fewest are named as the odd
+    ones.
+    """
+    if len(set(texts)) == 1:
+        return
+    usual = max(texts, key=texts.count)
+    odd = [rank for rank, text in enumerate(texts) if text != usual]
+    first = odd[0]
+    raise MismatchError(
+        f"{what}: worker {first} differs from the others",
+        why=f"worker {first} has {_around(texts[first], usual)}; worker {texts.index(usual)} has "
+        f"{_around(usual, texts[first])}" + (f" (workers {odd} differ)" if len(odd) > 1 else ""),
+        do="start every worker with the same script, arguments, data and library versions",
+        worker=first,
+    )
+
+
+def _around(text: str, other: str) -> str:
+    """The lines of text that other does not have: the difference, not the whole."""
+    lines = set(other.splitlines())
+    return "; ".join([line for line in text.splitlines() if line not in lines][:3]) or "nothing of it"

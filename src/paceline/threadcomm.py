@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm import Op, differ, payload, signature
-from paceline.errors import DeadlineError, PeerError
+from paceline.comm import NARROW, Op, payload, signature
+from paceline.errors import DeadlineError, PeerError, differ
 
 
 class Room:
@@ -56,9 +56,7 @@ class ThreadComm:
         self.sent = self.ops = self._agreed = 0
 
     def mean(self, x: Tensor) -> Op:
-        return self._op(
-            "mean", x, lambda all_: x.copy_(_total(all_) / self.world), 2 * payload(x) * (self.world - 1) // self.world
-        )
+        return self._op("mean", x, lambda all_: x.copy_(_mean(all_)), 2 * payload(x) * (self.world - 1) // self.world)
 
     def sum(self, x: Tensor) -> Op:
         return self._op("sum", x, lambda all_: x.copy_(_total(all_)), 2 * payload(x) * (self.world - 1) // self.world)
@@ -68,7 +66,7 @@ class ThreadComm:
 
     def scatter_mean(self, x: Tensor) -> Op:
         def mine(all_: list[Tensor]) -> Tensor:
-            return (_total(all_) / self.world).view(self.world, -1)[self.rank]
+            return _mean(all_).view(self.world, -1)[self.rank]
 
         return self._op("scatter_mean", x, mine, payload(x) * (self.world - 1) // self.world)
 
@@ -105,3 +103,10 @@ def _total(all_: list[Tensor]) -> Tensor:
     for x in all_[1:]:
         total += x
     return total
+
+
+def _mean(all_: list[Tensor]) -> Tensor:
+    """As DistComm does it: where the sum may not fit, each is divided first."""
+    if all_[0].dtype in NARROW:
+        return _total([x / len(all_) for x in all_])
+    return _total(all_) / len(all_)
