@@ -7,12 +7,13 @@ Parameters are taken in reverse order of registration, which is about the order 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 _ALIGN = 16  # elements: slices start on cache lines and on what vector instructions like
+Kind = Callable[[str, Tensor], Hashable] | None  # by name and parameter: those of different kinds stay apart
 TAIL = 3  # elements behind the gradients, for a word between workers that costs no bytes of its own: ballot.py
 
 
@@ -129,9 +130,9 @@ class Bucket:
 
 
 def cut(
-    named: Iterable[tuple[str, Tensor]], world: int, cap_bytes: int, first_bytes: int | None = None
+    named: Sequence[tuple[str, Tensor]], world: int, cap_bytes: int, first_bytes: int | None = None, kind: Kind = None
 ) -> list[Bucket]:
-    """Buckets of at most cap_bytes, one dtype and device each, numbered as they fill.
+    """Buckets of at most cap_bytes, one dtype, device and kind each, numbered as they fill.
 
     A larger parameter is alone, but for the little that came just before it: a bias is not worth an operation. The
     first bucket is smaller: the sooner it is full, the sooner the wire is busy.
@@ -139,8 +140,8 @@ def cut(
     open_: dict[object, list[tuple[str, Tensor]]] = {}
     size: dict[object, int] = {}
     closed: list[list[tuple[str, Tensor]]] = []
-    for name, p in reversed(list(named)):
-        key = (p.dtype, p.device)  # complex ones apart: a view of pairs must start at an even place
+    for name, p in reversed(named):
+        key = (p.dtype, p.device, kind and kind(name, p))  # complex ones apart: pairs must start at an even place
         here = _length(p) * _real(p).itemsize
         cap = cap_bytes if closed or first_bytes is None else first_bytes
         if key in open_ and size[key] + here > cap and size[key] >= cap // 4:
@@ -148,6 +149,8 @@ def cut(
         open_.setdefault(key, []).append((name, p))
         size[key] = here if len(open_[key]) == 1 else size[key] + here
     closed += open_.values()
+    place = {name: i for i, (name, _) in enumerate(named)}
+    closed.sort(key=lambda group: -place[group[-1][0]])  # as they fill, which several kinds do not in turn
     return [Bucket(i, group, world) for i, group in enumerate(closed)]
 
 

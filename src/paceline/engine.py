@@ -51,7 +51,7 @@ class Engine:
         self.optimizer, self.named = optimizer, named
         self.method, self.comm, self.recorder, self.guard = method, comm, recorder, guard
         self.bucket_bytes, self.first_bytes = bucket_bytes, first_bytes
-        self.ex = Exchange(method, comm)
+        self.ex = Exchange(method, comm, optimizer)
         self.pipeline = Pipeline()
         self.window = Window(comm.world, accumulate)
         self.idle = comm.world == 1 and accumulate == 1  # nobody to agree with: gradients are left alone
@@ -83,7 +83,7 @@ class Engine:
         if self._trainable:
             now = "\n".join(f"{name} {'trained' if p.requires_grad else 'frozen'}" for name, p in named)
             self.comm.agree(f"trainable parameters at step {self.ex.step}", now)
-        for b in cut(new, self.comm.world, self.bucket_bytes, self.first_bytes):
+        for b in cut(new, self.comm.world, self.bucket_bytes, self.first_bytes, self.method.reducer.kind):
             b.index = len(self.buckets)
             self.buckets.append(b)
             self.watch(b)
@@ -135,7 +135,7 @@ class Engine:
             if not self._unsent and self.ex.exact_everywhere and not b.flat.is_cuda and b.flat.itemsize >= 4:
                 self._last = b
                 whisper(b, step=self.ex.step, backwards=self._backwards, trouble=self._trouble())
-            self.pipeline.start(self.method.sync.on_grad(b, self.ex))
+            self.pipeline.start(self.ex.grad(b))
 
     def _trouble(self) -> bool:
         """Is there anything the other workers must know of?"""
@@ -144,6 +144,7 @@ class Engine:
 
     def _load(self, b: Bucket) -> None:
         b.take()
+        b.flat[b.n :].zero_()  # a mean that is not exact may have left something in the padding
         if (factor := self.window.factor()) != 1.0:
             b.flat.mul_(factor)
 
@@ -228,7 +229,7 @@ class Engine:
         for part in self.method.parts():
             part.state.commit()
         self._tell_unused()
-        result = do()
+        result = self.method.sync.apply(do, self.ex)
         self._agree()
         self.ex.step += 1
         self.skipped = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,16 +50,20 @@ class Method:
     def config(self) -> dict[str, Any]:
         return {axis: part.config() for axis, part in self.axes().items()}
 
-    def check(self, facts: frozenset[str] = frozenset()) -> None:
-        """Do the parts go together? `facts` are those of the optimizer, the model and the loop, where known."""
-        given = {fact: part.name for part in self.parts() for fact in part.gives} | dict.fromkeys(facts, "the job")
-        for part in self.parts():
-            for fact, reason in part.refuses.items():
-                if fact in given:
-                    raise MethodError(f"{part.name} does not go together with {given[fact]}", why=reason)
-            for fact, reason in part.needs.items():
-                if fact not in given:
-                    raise MethodError(f"{part.name} needs {fact}, which nothing here gives", why=reason)
+    def check(self, facts: frozenset[str] | None = None) -> None:
+        """Do the parts go together? `facts` are the job's (`optimizer:SGD`); None: there is no job yet to ask."""
+        job = dict.fromkeys(facts or (), "the job")
+        for axis, whole in self.axes().items():
+            around = job | _given(p for other, top in self.axes().items() if other != axis for p in top.parts())
+            for part in whole.parts():
+                inside = _given(p for p in part.parts() if p is not part)  # beside it in a wrapper is not with it
+                for fact, reason in part.refuses.items():
+                    if giver := inside.get(fact) or around.get(fact):
+                        raise MethodError(f"{part.name} does not go together with {giver}", why=reason)
+                for fact, reason in part.needs.items():
+                    unknown = facts is None and fact.startswith("optimizer:")
+                    if not unknown and fact not in around | _given(whole.parts()):
+                        raise MethodError(f"{part.name} needs {fact}, which nothing here gives", why=reason)
 
     def __str__(self) -> str:
         plain = {axis: cls() for axis, cls in _PLAIN.items()}
@@ -75,6 +79,10 @@ _PLAIN: dict[str, type[Part]] = {
     "balance": Even,
     "membership": Fixed,
 }
+
+
+def _given(parts: Iterable[Part]) -> dict[str, str]:
+    return {fact: part.name for part in parts for fact in part.gives}
 
 
 def _copy(part: Part) -> Part:

@@ -10,7 +10,7 @@ part alike.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -105,6 +105,10 @@ class Part:
             if isinstance(inner := getattr(self, f.name), Part):
                 yield from inner.parts()
 
+    def facts(self) -> frozenset[str]:
+        """What it gives with all that is inside it. A wrapper of which that is not true says what is."""
+        return self.gives.union(*(part.facts() for part in vars(self).values() if isinstance(part, Part)))
+
     def config(self) -> dict[str, Any]:
         """Name and knobs, as canonical data: compared between workers, written to checkpoints."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -154,6 +158,10 @@ class Reducer(Part):
         whole = await self.mean(b, x, comm)
         return Reduced(whole.mean.view(comm.world, -1)[comm.rank], whole.left)
 
+    def kind(self, name: str, p: Tensor) -> Hashable:
+        """Parameters of different kinds never share a bucket. A wrapper's kinds are those of the reducers inside."""
+        return tuple(r.kind(name, p) for r in vars(self).values() if isinstance(r, Reducer))
+
     def sends(self, b: Bucket, world: int) -> int:
         """Payload bytes one worker sends for the mean of this bucket: the formula, as a number."""
         raise NotImplementedError
@@ -170,7 +178,11 @@ class Sync(Part):
         return True
 
     async def on_grad(self, b: Bucket, ex: Exchange) -> None:
-        """A bucket of local gradients is full."""
+        """A bucket of local gradients is full; in true units if the method keeps leftovers, whatever the loss scale."""
+
+    def apply(self, step: Callable[[], Any], ex: Exchange) -> Any:
+        """The optimizer's own step; a sync that updates by another rule overrides it."""
+        return step()
 
     async def on_step(self, b: Bucket, ex: Exchange) -> None:
         """The optimizer has updated a bucket's parameters."""

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.errors import MismatchError
+
 if TYPE_CHECKING:
     from paceline.bucket import Bucket
 
@@ -68,5 +70,38 @@ class State(MutableMapping[Any, Any]):
                 b, slot = places[key[0]]
                 whole = self.real.setdefault((b.index, key[1]), torch.zeros_like(b.flat, dtype=value.dtype))
                 whole[slot.start : slot.stop] = value
+            elif isinstance(value, torch.Tensor):
+                home = places[key[0]][0].flat if isinstance(key, tuple) and key[0] in places else value
+                self.real[key] = value.to(home.device, copy=True)
             else:
-                self.real[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                self.real[key] = value
+
+    @staticmethod
+    def merge(saves: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
+        """From what all workers saved, what each worker of a group of another size loads.
+
+        Everyone gets the mean: so the mean over the workers stays what it was, and what was equal everywhere stays
+        equal. A vector over a bucket that a worker does not have counts as zero, as in `load`. Whole numbers, and what
+        is no tensor, must be equal.
+        """
+        keys = {key: None for saved in saves for key in saved}  # a set would lose their order
+        return {key: _merged(key, [saved[key] for saved in saves if key in saved], len(saves)) for key in keys}
+
+
+def _merged(key: Any, values: list[Any], world: int) -> Any:
+    first = values[0]
+    if isinstance(first, torch.Tensor) and first.is_floating_point():
+        whole = isinstance(key, tuple) and key[-1] == _PIECE
+        total = sum(value.to(first.device, torch.float64) for value in values)  # fp64: equal ones give themselves
+        return (total / (world if whole else len(values))).to(first.dtype)
+    if any(not _equal(first, value) for value in values[1:]):
+        raise MismatchError(
+            f"workers saved different values of {key!r}",
+            why="only vectors of real numbers can be averaged",
+            do="save on all workers after the same step",
+        )
+    return first
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return torch.equal(a, b.to(a.device)) if isinstance(a, torch.Tensor) else bool(a == b)

@@ -63,9 +63,14 @@ class Things:
         return [(names.get(id(p), f"added {i}"), p) for i, p in enumerate(params)]
 
     def facts(self, optimizer: Optimizer) -> frozenset[str]:
-        """What parts may need or refuse: `optimizer:SGD`, `optimizer:momentum`."""
-        momentum = any(group.get("momentum") for group in optimizer.param_groups)
-        return frozenset({f"optimizer:{type(optimizer).__name__}", *({"optimizer:momentum"} if momentum else ())})
+        """What parts may need or refuse: `optimizer:SGD`, `optimizer:momentum`, `optimizer:adam`."""
+        groups, kind = optimizer.param_groups, type(optimizer)
+        facts = {f"optimizer:{kind.__name__}"}
+        if any(group.get("momentum") for group in groups):
+            facts.add("optimizer:momentum")
+        if kind in (torch.optim.Adam, torch.optim.AdamW) and not any(group["amsgrad"] for group in groups):
+            facts.add("optimizer:adam")
+        return frozenset(facts)
 
     def lines(self) -> list[str]:
         """All of it as text that must be equal on every worker."""
