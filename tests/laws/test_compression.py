@@ -11,6 +11,7 @@ import threads
 from laws_table import BUCKETS, fresh, vector
 from paceline import registry
 from paceline.errors import MethodError
+from paceline.kernels import encode_blocks
 from paceline.method import Method, method
 from paceline.pipeline import Pipeline
 from rig import alone, close, data, loop, mlp, same, sgd, train, weights
@@ -58,7 +59,8 @@ def test_workers_round_independently():
         b = BUCKETS[3](comm.world)
         x = torch.full_like(b.flat, 0.3)
         x[0] = 1.0
-        return fresh("qsgd", {}).encode(x, b, comm.rank)[0]
+        qsgd = fresh("qsgd", {})
+        return encode_blocks(x, qsgd.code(), qsgd.key(b, comm.rank))
 
     a, b = threads.run(2, work)
     assert not torch.equal(a, b)

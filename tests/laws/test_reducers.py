@@ -9,6 +9,8 @@ import torch
 
 import threads
 from laws_table import BUCKETS, WORLDS, fresh, reducers, vector
+from paceline.bucket import Bucket
+from paceline.method import method
 from paceline.pipeline import Pipeline
 
 cases = [(name, knobs, world) for name, knobs in reducers() for world in WORLDS]
@@ -59,6 +61,21 @@ def test_bytes(name, knobs, world):
         return comm.sent, reducer.sends(b, comm.world)
 
     for sent, formula in threads.run(world, work):
+        assert sent == formula
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in reducers()}))
+def test_bytes_of_the_recipe_in_bf16(name):
+    """Error feedback hands fp32 to the reducer inside, whatever the gradients are: the formula knows."""
+
+    def work(comm):
+        reducer = method(name).reducer
+        b = Bucket(0, [("p", torch.nn.Parameter(torch.zeros(64, 40, dtype=torch.bfloat16)))], comm.world)
+        mean, _ = reduce(comm, reducer, b, torch.ones_like(b.flat))
+        assert mean.dtype == torch.bfloat16
+        return comm.sent, reducer.sends(b, comm.world)
+
+    for sent, formula in threads.run(3, work):
         assert sent == formula
 
 

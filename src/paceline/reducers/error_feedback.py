@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from torch import Tensor
 
 from paceline.knobs import knob
@@ -22,27 +23,41 @@ class ErrorFeedback(Reducer):
     """Send C(g + e); keep e = (g + e) - what this worker really sent.
 
     e is this worker's own, in true gradient units (a loss scale is taken out before), in fp32 whatever the gradients
-    are, and it is staged: a step that does not count leaves it as it was. Biased reducers need it. Unbiased ones must
-    not have it: their noise would be fed back and grow.
+    are, and it is staged: a step that does not count leaves it as it was. Biased reducers need it. Unbiased ones should
+    not have it, unless asked: their noise is fed back and may grow.
     """
 
     name: ClassVar[str] = "error_feedback"
     paper: ClassVar[str] = "Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019"
     formula: ClassVar[str] = "as the reducer inside"
-    gives: ClassVar[frozenset[str]] = frozenset({KEEPS})
+    gives: ClassVar[frozenset[str]] = frozenset({KEEPS, "corrects itself"})
     refuses: ClassVar[dict[str, str]] = {
-        "unbiased": "an unbiased reducer is right on average already; fed back, its noise would grow; use it alone",
+        "unbiased": "an unbiased reducer is right on average already; fed back, its noise may grow; use it alone, or "
+        "say anyway=True",
         "corrects itself": "it carries its own leftovers already; use it alone",
     }
 
     of: Reducer = knob(TopK(), "the reducer whose leftovers are kept")
+    anyway: bool = knob(False, "feed back the noise of an unbiased reducer as well")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.anyway:
+            vars(self)["refuses"] = {fact: why for fact, why in self.refuses.items() if fact != "unbiased"}
 
     async def mean(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
         e: Tensor | None = self.state.get((b.index, "e"))
-        corrected = x.float() + (0.0 if e is None else e)  # always a vector of its own: what is left may be made of it
+        corrected = torch.empty_like(x, dtype=torch.float32)  # a vector of its own: what is left may be made of it
+        if e is None:
+            corrected.copy_(x)
+        else:
+            torch.add(x, e, out=corrected)
         reduced = await self.of.mean(b, corrected, comm)
         left = reduced.left()
+        if left is None and e is not None:
+            left = torch.zeros_like(e)  # everything was sent, e with it
         if left is not None:
+            left[b.n :] = 0.0  # what is behind the gradients is nobody's, and is not saved
             self.state[b.index, "e"] = left
         return Reduced(reduced.mean.to(x.dtype), lambda: left)
 

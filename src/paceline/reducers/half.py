@@ -15,14 +15,17 @@ from paceline.registry import register
 if TYPE_CHECKING:
     from paceline.bucket import Bucket
 
+LARGEST = 2.0**15
+
 
 @register
 @dataclass(kw_only=True)
 class Half(Reducer):
     """Round to 16 bits, average, widen again.
 
-    fp16 keeps 11 bits of precision up to 65504, bf16 8 bits over fp32's range. What does not fit fp16 is cut at its
-    largest value rather than turned into infinity, and is part of the leftover like the rounding.
+    fp16 keeps 11 bits of precision up to 65504, bf16 8 bits over fp32's range. What is too large for fp16 is cut at
+    32768 (a sum is rounded on its way, and must fit too) rather than turned into infinity, and is part of the
+    leftover like the rounding.
     """
 
     name: ClassVar[str] = "half"
@@ -41,8 +44,7 @@ class Half(Reducer):
     def _narrow(self, x: Tensor) -> Tensor:
         if self.dtype == "bf16":
             return x.to(torch.bfloat16)
-        largest = torch.finfo(torch.float16).max
-        return x.clamp(-largest, largest).to(torch.float16)
+        return x.clamp(-LARGEST, LARGEST).to(torch.float16)
 
     def sends(self, b: Bucket, world: int) -> int:
         return 2 * 2 * b.flat.numel() * (world - 1) // world

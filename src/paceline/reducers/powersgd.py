@@ -34,6 +34,9 @@ class PowerSGD(Reducer):
     tolerance: ClassVar[float] = 1e-5
 
     rank: int = knob(4, "higher: nearer to the exact mean, more bytes", low=1, high=4096)
+    share: float = knob(
+        0.0, "if not 0: each matrix gets the rank that takes this share of its bytes", low=0.0, high=1.0
+    )
     seed: int = knob(0, "of the first Q, the same on all workers", low=0)
 
     def recipe(self) -> dict[str, Part]:
@@ -42,52 +45,58 @@ class PowerSGD(Reducer):
         return {"reducer": ErrorFeedback(of=self)}
 
     async def mean(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
-        matrices, whole = self._split(b)
-        M = [x[s.start : s.stop].view(*_shape(s)).float() for s in matrices]
-        Q = [self._start(s) for s in matrices]
-        P, rest = _cut(
-            await comm.mean(_join([m @ q for m, q in zip(M, Q, strict=True)], [x[s.start : s.stop] for s in whole])),
-            [(m.shape[0], q.shape[1]) for m, q in zip(M, Q, strict=True)],
-        )
-        P = [torch.linalg.qr(p).Q for p in P]
-        mine = [m.T @ p for m, p in zip(M, P, strict=True)]
-        Q, _ = _cut(await comm.mean(_join(mine, [])), [tuple(q.shape) for q in mine])
-        mean = torch.zeros_like(x)
-        for s, p, q in zip(matrices, P, Q, strict=True):
-            mean[s.start : s.stop] = (p @ q.T).flatten()
-            self.state[s.name, "Q"] = q
-        for s in whole:
-            mean[s.start : s.stop], rest = rest[: s.stop - s.start], rest[s.stop - s.start :]
+        thin, whole = self._split(b)
+        flat = x.float()  # itself, if it is fp32; whatever the gradients are, P and Q are made of fp32
+        M = [flat[s.start : s.stop].view(_shape(s)) for s in thin]
+        Qt = [self._start(s) for s in thin]
+        first = [m @ qt.T for m, qt in zip(M, Qt, strict=True)] + [flat[s.start : s.stop] for s in whole]
+        averaged = _cut(await comm.mean(_join(first, flat)), first)
+        P = [_orthonormal(p) for p in averaged[: len(thin)]]
+        mine = [(p / len(p)).T @ m for p, m in zip(P, M, strict=True)]
+        Qt = _cut(await comm.mean(_join(mine, flat)), mine)
+        mean = torch.empty_like(flat)
+        mean[b.n :] = 0.0
+        for s, p, qt in zip(thin, P, Qt, strict=True):
+            torch.mm(p, qt, out=mean[s.start : s.stop].view(_shape(s)))
+            self.state[s.name, "Q"] = qt.clone()
+        for s, v in zip(whole, averaged[len(thin) :], strict=True):
+            mean[s.start : s.stop] = v
 
         def left() -> Tensor:
-            unsent = torch.zeros_like(x)
-            for s, m, p, q in zip(matrices, M, P, mine, strict=True):
-                unsent[s.start : s.stop] = (m - p @ q.T).flatten()
-            return unsent
+            for m, p, qt in zip(M, P, mine, strict=True):
+                m.addmm_(p, qt, alpha=-1.0)
+            for s in whole:
+                flat[s.start : s.stop] = 0.0
+            return flat
 
-        return Reduced(mean, left)
+        return Reduced(mean.to(x.dtype), left)
 
     def _split(self, b: Bucket) -> tuple[list[Slot], list[Slot]]:
-        """Which tensors gain from two thin factors."""
-        gains = [s for s in b.slots if s.param.dim() > 1 and self._thin(s) < s.stop - s.start]
-        return gains, [s for s in b.slots if s not in gains and s.stop > s.start]
+        """Which tensors gain from two thin factors, and which do not."""
+        some = [s for s in b.slots if s.stop > s.start]
+        gains = [s.param.dim() > 1 and self._rank(s) * sum(_shape(s)) < s.stop - s.start for s in some]
+        return [s for s, g in zip(some, gains, strict=True) if g], [
+            s for s, g in zip(some, gains, strict=True) if not g
+        ]
 
-    def _thin(self, s: Slot) -> int:
+    def _rank(self, s: Slot) -> int:
         n, m = _shape(s)
-        return min(self.rank, n, m) * (n + m)
+        return max(1, min(int(self.share * n * m / (n + m)) if self.share else self.rank, n, m))
 
     def _start(self, s: Slot) -> Tensor:
-        n, m = _shape(s)
-        q: Tensor | None = self.state.get((s.name, "Q"))
-        if q is None:
+        """Qᵀ of the step before, its rows brought to a size at which M·Q cannot overflow."""
+        (_, m), r = _shape(s), self._rank(s)
+        qt: Tensor | None = self.state.get((s.name, "Q"))
+        if qt is None or len(qt) != r:  # the first step, or another rank from now on
             generator = torch.Generator().manual_seed(self.seed + sum(map(ord, s.name)))
-            q = torch.randn(m, min(self.rank, n, m), generator=generator).to(s.param.device)
-        return q
+            qt = torch.randn(r, m, generator=generator).to(s.param.device)
+        largest = qt.abs().amax(1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
+        return qt / largest / m
 
     def sends(self, b: Bucket, world: int) -> int:
-        matrices, whole = self._split(b)
-        first = sum(_shape(s)[0] * min(self.rank, *_shape(s)) for s in matrices) + sum(s.stop - s.start for s in whole)
-        second = sum(_shape(s)[1] * min(self.rank, *_shape(s)) for s in matrices)
+        thin, whole = self._split(b)
+        first = sum(_shape(s)[0] * self._rank(s) for s in thin) + sum(s.stop - s.start for s in whole)
+        second = sum(_shape(s)[1] * self._rank(s) for s in thin)
         return sum(2 * 4 * n * (world - 1) // world for n in (first, second))
 
 
@@ -96,15 +105,18 @@ def _shape(s: Slot) -> tuple[int, int]:
     return rows, (s.stop - s.start) // rows
 
 
-def _join(matrices: list[Tensor], vectors: list[Tensor]) -> Tensor:
-    parts = [m.flatten() for m in matrices] + [v.float() for v in vectors]
-    return torch.cat(parts) if parts else torch.zeros(0)
+def _orthonormal(p: Tensor) -> Tensor:
+    """By Householder's reflections, in fp32: also for columns that are zero or alike, which it completes to a basis.
+    So a matrix whose gradient was zero for a while comes back to life. Columns have length √n, not 1, so that PᵀM/n
+    is no larger than M and cannot overflow.
+    """
+    q: Tensor = torch.linalg.qr(p / p.abs().amax().clamp_(min=torch.finfo(torch.float32).tiny)).Q
+    return q.mul_(len(q) ** 0.5)
 
 
-def _cut(flat: Tensor, shapes: list[tuple[int, ...]]) -> tuple[list[Tensor], Tensor]:
-    out = []
-    for shape in shapes:
-        size = shape[0] * shape[1]
-        out.append(flat[:size].view(*shape))
-        flat = flat[size:]
-    return out, flat
+def _join(parts: list[Tensor], like: Tensor) -> Tensor:
+    return torch.cat([p.reshape(-1) for p in parts]) if parts else like.new_zeros(0)
+
+
+def _cut(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    return [piece.view_as(p) for piece, p in zip(flat.split([p.numel() for p in like]), like, strict=True)]

@@ -28,7 +28,7 @@ class RandomK(Reducer):
 
     name: ClassVar[str] = "randomk"
     paper: ClassVar[str] = "Stich et al., Sparsified SGD with Memory, NeurIPS 2018"
-    formula: ClassVar[str] = "2·⌈ratio·n⌉·s·(W−1)/W"
+    formula: ClassVar[str] = "2·4·⌈ratio·n⌉·(W−1)/W"
     gives: ClassVar[frozenset[str]] = frozenset({"elementwise", "leftover"})
 
     ratio: float = knob(0.01, "share of the entries that travel", above=0.0, high=1.0)
@@ -42,7 +42,7 @@ class RandomK(Reducer):
     async def mean(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
         where = self._draw(b)
         mean = torch.zeros_like(x)
-        mean[where] = await comm.mean(x[where])
+        mean[where] = (await comm.mean(x[where].float())).to(x.dtype)
         return Reduced(mean, lambda: x.index_fill_(0, where, 0.0))
 
     def _draw(self, b: Bucket) -> Tensor:
@@ -59,4 +59,4 @@ class RandomK(Reducer):
         return max(1, math.ceil(self.ratio * b.n))
 
     def sends(self, b: Bucket, world: int) -> int:
-        return 2 * self._k(b) * b.flat.itemsize * (world - 1) // world
+        return 2 * 4 * self._k(b) * (world - 1) // world

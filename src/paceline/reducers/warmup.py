@@ -1,19 +1,27 @@
-"""Exact at first."""
+"""Gently at first."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
+from paceline import knobs
+from paceline.errors import MethodError, nearest
 from paceline.knobs import knob
-from paceline.parts import Comm, Reduced, Reducer
+from paceline.parts import Comm, Part, Reduced, Reducer
+from paceline.reducers.exact import Exact
 from paceline.reducers.half import Half
 from paceline.registry import register
 
 if TYPE_CHECKING:
     from paceline.bucket import Bucket
+
+_EXACT = Exact()
 
 
 @register
@@ -21,22 +29,89 @@ if TYPE_CHECKING:
 class Warmup(Reducer):
     """The exact mean for the first steps, when gradients are large and change fast; then the reducer inside.
 
+    Or, with `schedule` the name of one of its knobs, the reducer inside from the first step on, and that knob on its
+    way from `start` to its value by equal factors, one a stage: with 4 stages a ratio of 0.1 % is 25 %, 6.3 %, 1.6 %
+    and 0.4 % before. A whole number is rounded, a choice is the nearest there is.
+
     It goes by the number of steps that have counted, which all workers agree on.
     """
 
     name: ClassVar[str] = "warmup"
     paper: ClassVar[str] = "Lin et al., Deep Gradient Compression, ICLR 2018"
-    formula: ClassVar[str] = "2·n·s·(W−1)/W at first, then as the reducer inside"
+    formula: ClassVar[str] = "2·n·s·(W−1)/W at first, or as the reducer inside at that knob; then as the reducer inside"
 
-    steps: int = knob(100, "how long the mean is exact", unit="steps", low=1)
+    steps: int = knob(100, "how long the mean is exact, or the schedule", unit="steps", low=1)
     of: Reducer = knob(Half(), "the reducer after that")
+    schedule: str = knob("", "a knob inside that changes in these steps; empty: the mean is exact in them")
+    stages: int = knob(4, "values the scheduled knob takes before its own", low=1)
+    start: float = knob(0.0, "where the scheduled knob comes from; 0: the upper end of its range", low=0.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.schedule:
+            self._prepare()
 
     async def mean(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
-        if b.step < self.steps:
-            return Reduced(await comm.mean(x))
-        return await self.of.mean(b, x, comm)
+        return await self._now(b).mean(b, x, comm)
+
+    async def mine(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
+        return await self._now(b).mine(b, x, comm)
 
     def sends(self, b: Bucket, world: int) -> int:
-        if b.step < self.steps:
-            return 2 * b.flat.nbytes * (world - 1) // world
-        return self.of.sends(b, world)
+        return self._now(b).sends(b, world)
+
+    def _now(self, b: Bucket) -> Reducer:
+        if b.step >= self.steps:
+            return self.of
+        return _turned(self.of, self.schedule, self._value(b.step)) if self.schedule else _EXACT
+
+    def _value(self, step: int) -> float:
+        """The scheduled knob's: a pure function of the step."""
+        final = getattr(_owner(self.of, self.schedule), self.schedule)
+        start, t = self.start or self._high, (step * self.stages // self.steps + 1) / (self.stages + 1)
+        value: float = start * (final / start) ** t
+        if self._legal:
+            return min(self._legal, key=lambda choice: abs(math.log(choice / value)))
+        return round(value) if isinstance(final, int) else value
+
+    def _prepare(self) -> None:
+        """Refuse what cannot be scheduled; find the range of what can."""
+        owner = _owner(self.of, self.schedule)
+        if owner is None:
+            numbers = [name for part in self.of.parts() for name in _numbers(part)]
+            raise MethodError(
+                f"{self.name}: {self.of.name} has no knob {self.schedule!r} that could be scheduled",
+                why="a schedule goes from one positive number to another",
+                do=nearest(self.schedule, numbers) if numbers else "leave schedule empty: exact at first",
+            )
+        field = next(f for f in dataclasses.fields(owner) if f.name == self.schedule)
+        self._legal: tuple[float, ...] = knobs.choices(knobs.kinds(type(owner))[field.name])
+        self._high: float = max(self._legal) if self._legal else field.metadata.get("high") or 0.0
+        if not self.start and not self._high:
+            raise MethodError(f"{self.name}: {self.schedule!r} has no upper end to come from", do="give start=")
+        for part in _turned(self.of, self.schedule, self._value(0)).parts():
+            knobs.check(part)
+
+
+def _numbers(part: Part) -> list[str]:
+    values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+    return [name for name, v in values.items() if type(v) in (int, float) and v > 0]
+
+
+def _owner(part: Part, name: str) -> Part | None:
+    """The first part, from the outside in, that has the knob."""
+    return next((p for p in part.parts() if name in _numbers(p)), None)
+
+
+def _turned(part: Any, name: str, value: float) -> Any:
+    """The same part with the knob at another value: a copy that shares its state. The part itself stays as it is, for
+    other buckets' exchanges are under way while this one waits.
+    """
+    turned = copy.copy(part)
+    if name in _numbers(part):
+        setattr(turned, name, value)
+        return turned
+    inside = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+    where = next(k for k, inner in inside.items() if isinstance(inner, Part) and _owner(inner, name))
+    setattr(turned, where, _turned(inside[where], name, value))
+    return turned

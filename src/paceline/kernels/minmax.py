@@ -1,0 +1,50 @@
+"""Bytes between a smallest and a largest value, in plain torch. [Note: chunks] in blocks.py holds here too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.blocks import CHUNK
+
+HEAD = 8  # bytes before the levels: the smallest value and the width of a level, in fp32
+
+
+def encode(rows: Tensor) -> Tensor:
+    """Each row [n] as HEAD + n bytes: 256 levels evenly from its smallest value to its largest."""
+    out = torch.empty(len(rows), HEAD + rows.shape[1], dtype=torch.uint8, device=rows.device)
+    v = torch.empty(_chunk(rows), device=rows.device)
+    for row, coded in zip(rows, out, strict=True):
+        low, high = (x.float() for x in row.aminmax())
+        width = high / 255 - low / 255  # each by itself: their difference may not fit
+        coded[:HEAD].view(torch.float32).copy_(torch.stack([low, width]))
+        scale = (1 / width).nan_to_num_(posinf=0.0)  # a flat row, or one too narrow to divide
+        for piece in _chunks(row):
+            y = torch.sub(row[piece], low, out=v[: piece.stop - piece.start])
+            y.mul_(scale).round_().clamp_(0, 255)
+            coded[HEAD + piece.start : HEAD + piece.stop] = y.to(torch.int16)  # see _pack in blocks.py
+    return out
+
+
+def accumulate(into: Tensor, coded: Tensor, *, factor: float, keep: bool) -> None:
+    """into = (into if keep) + factor · the sum of what the rows of `coded` say."""
+    low, width = coded[:, :HEAD].view(torch.float32).mul(factor).unbind(1)
+    total, scratch = (torch.empty(_chunk(into[None]), device=into.device) for _ in range(2))
+    for piece in _chunks(into):
+        n = piece.stop - piece.start
+        t, g = total[:n].copy_(low.sum().expand(n)), scratch[:n]
+        for w, one in zip(width, coded, strict=True):
+            t.addcmul_(g.copy_(one[HEAD + piece.start : HEAD + piece.stop]), w)
+        _ = into[piece].add_(t) if keep else into[piece].copy_(t)
+
+
+def _chunk(rows: Tensor) -> int:
+    return rows.shape[1] if rows.is_cuda else min(rows.shape[1], CHUNK)
+
+
+def _chunks(row: Tensor) -> Iterator[slice]:
+    n, at_a_time = row.numel(), _chunk(row[None])
+    for start in range(0, n, at_a_time):
+        yield slice(start, min(n, start + at_a_time))

@@ -1,0 +1,62 @@
+"""One reducer for the large matrices, another for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor
+
+from paceline.knobs import knob
+from paceline.parts import Comm, Reduced, Reducer
+from paceline.reducers.error_feedback import ErrorFeedback
+from paceline.reducers.exact import Exact
+from paceline.registry import register
+
+if TYPE_CHECKING:
+    from paceline.bucket import Bucket
+
+
+@register
+@dataclass(kw_only=True)
+class PerBucket(Reducer):
+    """A reducer that picks a reducer: by a parameter's size, its dimensions and its name. Nest it for more kinds.
+
+    Small tensors cost few bytes and lose most by compression, and so may embeddings and the last layer. The two kinds
+    never share a bucket; a bucket that was cut otherwise goes by its first parameter.
+    """
+
+    name: ClassVar[str] = "per_bucket"
+    formula: ClassVar[str] = "as the reducer chosen for the bucket"
+
+    of: Reducer = knob(ErrorFeedback(), "for the large matrices")
+    other: Reducer = knob(Exact(), "for the rest")
+    smallest: int = knob(1024, "tensors with fewer elements belong to the rest", unit="elements", low=0)
+    dims: int = knob(2, "tensors with fewer dimensions belong to the rest", low=0)
+    names: str = knob("", "patterns, with commas between, of parameters that belong to the rest: 'embed.*,*.head.*'")
+
+    def facts(self) -> frozenset[str]:
+        return super().facts() - {"exact mean"}  # which is not the mean of all buckets
+
+    def choose(self, name: str, p: Tensor) -> Reducer:
+        small = p.numel() < self.smallest or p.dim() < self.dims
+        named = any(fnmatchcase(name, pattern.strip()) for pattern in self.names.split(","))
+        return self.other if small or named else self.of
+
+    def kind(self, name: str, p: Tensor) -> Hashable:
+        chosen = self.choose(name, p)
+        return chosen is self.of, chosen.kind(name, p)
+
+    async def mean(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
+        return await self._for(b).mean(b, x, comm)
+
+    async def mine(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
+        return await self._for(b).mine(b, x, comm)
+
+    def sends(self, b: Bucket, world: int) -> int:
+        return self._for(b).sends(b, world)
+
+    def _for(self, b: Bucket) -> Reducer:
+        return self.choose(b.slots[0].name, b.slots[0].param)
