@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import itertools
 import json
@@ -40,8 +41,8 @@ from paceline.telemetry import AnyEvent, Barrier, Bye, Metric, Recorder, Step, W
 
 ROW_KEYS = [
     "method", "workers", "link", "steps", "step_ms_median", "samples_per_s", "speedup", "efficiency",
-    "sent_bytes_per_step", "wire_bytes_per_step", "exposed_comm_ms", "barrier_ms_p50", "barrier_ms_p99",
-    "loss", "accuracy", "target_s", "peak_rss_mb", "error",
+    "sent_bytes_per_step", "wire_bytes_per_step", "exposed_comm_ms", "cpu_ms_per_step", "break_even_mbit",
+    "barrier_ms_p50", "barrier_ms_p99", "loss", "accuracy", "target_s", "peak_rss_mb", "error",
 ]  # fmt: skip
 RESULT_KEYS = [
     "schema", "paceline", "torch", "machine", "date", "command", "commit", "task", "workers", "link", "link_kind",
@@ -143,6 +144,94 @@ def test_without_the_floor_exposed_communication_is_not_known() -> None:
     row = score.rows([Entry("exact", 2, [[step(0)], [step(0)]])], link="none", warmup=0)[0]
     assert row.exposed_comm_ms is None
     assert row.speedup is None
+
+
+def raced(method: str, cpu: float, sent: int, wall: float = 50.0, *, counted: bool = True) -> Entry:
+    """Two workers that differ in processor time, so that their mean is what counts."""
+    workers = [[step(i, wall=wall, cpu=cpu + d, sent=sent) for i in range(4)] for d in (-1.0, 1.0)]
+    return Entry(method, 2, workers, counted=counted)
+
+
+def test_processor_time_is_the_mean_over_the_workers_and_cuts_single_stalls() -> None:
+    assert score.rows([raced("exact", 10, 1000)], link="none", warmup=0)[0].cpu_ms_per_step == 10
+    stalled: list[AnyEvent] = [step(i, wall=9000, cpu=5000 if i == 7 else 10) for i in range(40)]
+    cut = score.rows([Entry("exact", 1, [stalled])], link="none", warmup=0)[0].cpu_ms_per_step
+    assert cut == pytest.approx(10, abs=0.5)
+
+
+def test_break_even_is_where_the_bytes_saved_take_as_long_as_the_processor_time_they_cost() -> None:
+    # 1 MB less for 8 ms more: 8 Mbit in 8 ms are 1000 Mbit/s.
+    entries = [raced("exact", 10, 2_000_000), raced("topk", 18, 1_000_000)]
+    _, topk = score.rows(entries, link="none", warmup=0)
+    assert topk.break_even_mbit == pytest.approx(1000)
+
+    def seconds(row: Row, mbit: float) -> float:
+        return (row.cpu_ms_per_step or 0) * 1e-3 + 8e-6 * (row.sent_bytes_per_step or 0) / mbit
+
+    exact, topk = score.rows(entries, link="none", warmup=0)
+    assert seconds(topk, 999) < seconds(exact, 999)
+    assert seconds(topk, 1001) > seconds(exact, 1001)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "sent", "expected", "shown"),
+    [
+        (9, 500, "any", "any"),
+        (10, 500, "any", "any"),
+        (11, 1000, 0.0, "never"),
+        (11, 1500, 0.0, "never"),
+        (11, 995, 0.0, "never"),  # half a percent is the counter's jitter
+        (9, 1000, None, "–"),  # not for its bytes
+        (9, 1500, None, "–"),
+    ],
+)
+def test_break_even_at_its_ends(cpu: float, sent: int, expected: Any, shown: str) -> None:
+    rows = score.rows([raced("exact", 10, 1000), raced("x", cpu, sent)], link="none", warmup=0)
+    assert rows[0].break_even_mbit is None
+    assert rows[1].break_even_mbit == expected
+    heading = show.headings(None).index("pays below")
+    assert show.cells(rows[1], "sent_bytes_per_step", None)[heading] == shown
+    json.loads(msgspec.json.encode(rows[1]), parse_constant=lambda word: pytest.fail(f"{word} in JSON"))
+
+
+def test_the_baseline_is_exact_if_it_ran_else_ddp_and_nobody_else() -> None:
+    exact, ddp = raced("exact", 10, 2_000_000), raced("torch:ddp", 14, 2_000_000)
+    topk = raced("topk", 18, 1_000_000)
+    aside = [raced("floor", 9, 0), Entry("single", 1, [[step(0, cpu=9)]])]
+
+    def found(*entries: Entry) -> list[Any]:
+        return [row.break_even_mbit for row in score.rows(entries, link="none", warmup=0)]
+
+    assert found(*aside, ddp, exact, topk) == [None, None, 0.0, None, pytest.approx(1000)]
+    assert found(*aside, ddp, topk) == [None, None, None, pytest.approx(2000)]
+    assert found(*aside, Entry("exact", 2, [], error="it broke"), ddp, topk)[-1] == pytest.approx(2000)
+    assert found(*aside, topk) == [None, None, None]
+    # What a peer sends is not known from its payload.
+    assert found(raced("torch:ddp", 14, 0, counted=False), topk) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("mbit", "shown"),
+    [(0.01, "never"), (3.14, "3.1 Mbit"), (994.0, "994 Mbit"), (996.0, "1.0 Gbit"), (2143.0, "2.1 Gbit"),
+     (99_600.0, "100 Gbit"), (1e9, "any"), (None, "–")],
+)  # fmt: skip
+def test_a_break_even_speed_is_short(mbit: float | None, shown: str) -> None:
+    row = Row(method="topk", workers=2, link="none", steps=1, break_even_mbit=mbit)
+    assert show.cells(row, "sent_bytes_per_step", None)[show.headings(None).index("pays below")] == shown
+
+
+def test_bytes_saved_without_time_saved_are_named() -> None:
+    entries = [
+        Entry("single", 1, [[step(0, wall=90)]]),
+        raced("exact", 10, 1000, wall=50),
+        raced("slow", 10, 500, wall=50),
+        raced("fast", 10, 500, wall=40),
+        raced("same", 10, 1000, wall=60),
+        raced("torch:fp16", 10, 500, wall=60, counted=False),
+    ]
+    rows = score.rows(entries, link="100mbit", warmup=0)
+    said = [line for line in show.notes(rows, Network("none", "unlimited", 2, 1), None) if "saves bytes" in line]
+    assert said == ["slow saves bytes but no time on this link"]
 
 
 def test_wire_bytes_leave_out_the_turns_of_the_warm_up() -> None:
@@ -455,6 +544,24 @@ def test_everybody_gets_the_same_steps_in_turns(tmp_path: Path) -> None:
     assert all(row.wire_bytes_per_step is not None for row in rows[1:])
 
 
+def test_a_contender_has_finished_when_its_seconds_are_over(tmp_path: Path) -> None:
+    held = hold_race(tmp_path, ["a"], Rules(steps=10**6, warmup=2, turn=4, seconds=0.05, deadline_s=20))
+    assert held["a"].state == "finished"
+    # Steps of 2 ms, and a little: the warm-up and the first of every turn are not among those that count.
+    assert 4 <= held["a"].counted <= 28
+
+
+def test_one_method_races_twice_under_different_names(tmp_path: Path) -> None:
+    script = tmp_path / "fake.py"
+    script.write_text(FAKE)
+    command = [sys.executable, str(script)]
+    both = [Contender("a", command, alias=alias) for alias in ("a slow", "a fast")]
+    assert course.run(both, RULES, Network("none", "unlimited", workers=2, hosts=1), tmp_path / "race")
+    for contender in both:
+        rows = score.rows([contender.entry(2)], link="unlimited", warmup=RULES.warmup)
+        assert rows[0].steps == RULES.steps, "neither reads the other's events"
+
+
 @pytest.mark.parametrize(
     ("method", "reason"),
     [
@@ -655,7 +762,7 @@ def wide_row(method: str, **values: Any) -> Row:
     known = {
         "step_ms_median": 12345.6, "samples_per_s": 123456.0, "speedup": 12.34, "efficiency": 0.5,
         "wire_bytes_per_step": 123456789.0, "exposed_comm_ms": 12345.6, "loss": 12.345, "accuracy": 1.0,
-        "target_s": 1234.5,
+        "target_s": 1234.5, "cpu_ms_per_step": 10.0, "break_even_mbit": 123456.0,
     }  # fmt: skip
     return Row(method=method, workers=2, link="100mbit", steps=8, **(known | values))
 
@@ -681,8 +788,8 @@ def test_notes_fit_too_and_name_who_is_out() -> None:
 
 
 def test_bytes_have_one_meaning_in_the_whole_column() -> None:
-    assert show.bytes_column([wide_row("a"), wide_row("b")]) == "wire_bytes_per_step"
-    assert show.bytes_column([wide_row("a"), wide_row("b", wire_bytes_per_step=None)]) == "sent_bytes_per_step"
+    assert score.bytes_column([wide_row("a"), wide_row("b")]) == "wire_bytes_per_step"
+    assert score.bytes_column([wide_row("a"), wide_row("b", wire_bytes_per_step=None)]) == "sent_bytes_per_step"
 
 
 def test_without_a_terminal_progress_is_plain_lines(tmp_path: Path) -> None:
@@ -896,3 +1003,91 @@ def test_a_peer_without_a_group_is_refused() -> None:
     model = torch.nn.Linear(1, 1)
     with pytest.raises(UsageError, match="paceline run"):
         prepare_peer("torch:ddp", model, torch.optim.SGD(model.parameters(), lr=1), None)
+
+
+# ------------------------------------------------------------------------------------------------ time to accuracy
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    path = Path(__file__).parents[2] / "bench" / "time_to_accuracy.py"
+    made = importlib.util.spec_from_file_location("time_to_accuracy", path)
+    assert made is not None
+    assert made.loader is not None
+    module = sys.modules["time_to_accuracy"] = importlib.util.module_from_spec(made)
+    made.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def book(bench: Any, tmp_path: Path) -> Any:
+    """Two seeds of exact, and one each of a method that is good, one with a schedule, one that fails, one refused."""
+    it = bench.Book(tmp_path / "cells.json")
+
+    def steps(method: str, seed: int, taken: int | None, sent: int = 1_000_000, error: str | None = None) -> None:
+        key = {"task": "text", "method": method, "workers": 2, "seed": seed}
+        curve = [(50, 3.5), (100, 3.0), (120, 2.7)]
+        cell = {"steps": taken, "best": 2.7, "sent_bytes_per_step": sent, "curve": curve, "error": error}
+        it.add("steps", key, cell)
+
+    def timed(method: str, link: str, ms: float, error: str | None = None) -> None:
+        key = {"task": "text", "method": method, "workers": 2, "link": link}
+        it.add("time", key, {"step_ms": ms, "sent_bytes_per_step": 1e6, "cpu_ms_per_step": 40.0, "error": error})
+
+    steps("exact", 0, 100)
+    steps("exact", 1, 120)
+    steps("half", 0, 110)
+    steps("onebit_adam", 0, 200, sent=3_000_000)
+    steps("sign", 0, 200, sent=10_000)
+    steps("topk", 0, None)
+    steps("randomk", 0, None, error="refused: no")
+    for method in ("exact", "half", "onebit_adam", "sign", "topk", "randomk", "torch:ddp"):
+        timed(method, "unlimited", 50)
+        timed(method, "100mbit", 500 if method in ("exact", "torch:ddp") else 60)
+    return it
+
+
+def test_seconds_to_the_target_are_steps_times_step_time(bench: Any, book: Any) -> None:
+    found = {(c["method"], c["link"]): c for c in bench.estimates(book)}
+    assert found["exact", "unlimited"]["seconds"] == pytest.approx(110 * 0.05)
+    assert found["exact", "unlimited"]["spread"] == [100, 120]
+    assert found["torch:ddp", "100mbit"]["seconds"] == pytest.approx(110 * 0.5), "as many steps as exact"
+    assert "1 of 1" in found["topk", "100mbit"]["why"]
+    assert found["topk", "100mbit"]["seconds"] is None
+    assert found["randomk", "100mbit"]["why"] == "refused: no"
+    # 2 MB more in a step than when it was timed: 0.16 s at 100 Mbit/s, and nothing without a limit.
+    assert found["onebit_adam", "100mbit"]["seconds"] == pytest.approx(200 * (0.06 + 0.16))
+    assert found["onebit_adam", "unlimited"]["seconds"] == pytest.approx(200 * 0.05)
+    assert "schedule" in found["onebit_adam", "100mbit"]["how"]
+    assert found["sign", "100mbit"]["seconds"] == pytest.approx(200 * 0.04), "never less than it computes"
+
+
+def test_the_summary_compares_the_best_of_ours_with_exact_without_a_limit(bench: Any, book: Any) -> None:
+    key = {"task": "text", "workers": 2}
+    book.add("confirm", {**key, "method": "exact", "link": "unlimited"}, {"seconds": 6.0, "error": None})
+    book.add("confirm", {**key, "method": "half", "link": "100mbit"}, {"seconds": 7.5, "error": None})
+    found = {c["link"]: c for c in bench.summary(book)}
+    slow = found["100mbit"]
+    assert (slow["best"], slow["goal"]) == ("half", 1.15)
+    assert slow["over_exact_unlimited"] == pytest.approx(110 * 0.06 / (110 * 0.05))
+    assert slow["measured_over_exact_unlimited"] == 1.25
+    assert (slow["value_at_exacts_steps"], slow["exacts_value"]) == (3.0, pytest.approx((3.0 + 2.7) / 2))
+    lines = [*bench.table(book, "text", 2), *bench.conclusion(book)]
+    assert max(map(len, lines)) <= 80
+    assert lines[-1].split() == ["text", "2", "100mbit", "half", "1.20", "1.25", "1.15", "3.000", "2.850"]
+
+
+def test_what_is_known_is_not_measured_again_and_what_failed_is(bench: Any, book: Any, monkeypatch: Any) -> None:
+    again = bench.Book(book.path)
+    assert again.cells == json.loads(json.dumps(book.cells))
+    ran = []
+
+    def train(task: str, name: str, *rest: Any, buckets_of: str) -> dict[str, Any]:
+        assert buckets_of == "10mbit"
+        ran.append((name, rest[2], rest[3]))
+        return {"steps": 100, "error": None}
+
+    monkeypatch.setattr(bench, "train", train)
+    bench.fill_steps(again, "text", 2, [0, 1], ["exact", "half", "topk", "randomk", "torch:ddp"], 3.0)
+    # randomk was refused; topk had its chance with the first seed; three times exact's steps at most.
+    assert ran == [("randomk", 0, 300), ("half", 1, 360), ("randomk", 1, 360)]

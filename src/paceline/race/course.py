@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ class Rules:
     steps: int = 30  # that count, for each contender
     warmup: int = 3
     turn: int = 5  # steps at a time
+    seconds: float = math.inf  # of steps that count; after the turn in which they are over, that is enough
     target: Target | None = None
     threads: int = 1
     deadline_s: float | None = None  # for a turn; None: ten times the slowest so far
@@ -55,6 +57,7 @@ class Contender:
     done: int = 0  # steps, all of them
     counted: int = 0  # steps that are measured
     step_s: float = 0.0  # wall seconds for a step of its last turn, evaluation included
+    alias: str = ""  # where a method runs more than once, with different knobs
     error: str | None = None
 
     @property
@@ -115,7 +118,7 @@ def _ended(contenders: Sequence[Contender], watch: Watch) -> Iterator[None]:
 def _start(contenders: Sequence[Contender], rules: Rules, network: Network, directory: Path, watch: Watch) -> None:
     """All at once: most of a start is importing, and nothing is measured yet."""
     for number, contender in enumerate(contenders):
-        folder = directory / contender.method.replace(":", "-").replace("/", "-")
+        folder = directory / (contender.alias or contender.method).replace(":", "-").replace("/", "-")
         env = {
             "PACELINE_METHOD": "exact" if contender.method == SINGLE else contender.method,
             "PACELINE_EVENTS": str(folder),
@@ -157,7 +160,7 @@ def _take_turn(contender: Contender, contenders: Sequence[Contender], rules: Rul
         if not goes_on:
             contender.state = "finished"  # the script had fewer steps in it than the race
             contender.counted = len(score.laps(group.events, rules.warmup))
-        elif contender.counted >= rules.steps or _reached(group, rules.target):
+        elif contender.counted >= rules.steps or _is_long(group, rules) or _reached(group, rules.target):
             group.stop(STOP_S)
             contender.state = "finished"
         watch(contender)
@@ -176,6 +179,12 @@ def _deadline(contender: Contender, contenders: Sequence[Contender], steps: int,
     if contender.step_s == 0:
         return _FIRST_TURN_S  # a slow link is no failure, and nobody knows yet how slow it is
     return max(_LEAST_TURN_S, _SLOWEST_TIMES * max(c.step_s for c in contenders) * steps)
+
+
+def _is_long(group: Group, rules: Rules) -> bool:
+    if rules.seconds == math.inf:
+        return False  # most races: do not go through all events after every turn
+    return sum(lap.ms for lap in score.laps(group.events, rules.warmup)) >= 1e3 * rules.seconds
 
 
 def _reached(group: Group, target: Target | None) -> bool:

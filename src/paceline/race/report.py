@@ -17,8 +17,8 @@ import numpy as np
 from paceline.errors import UsageError
 from paceline.race import score
 from paceline.race.result import Result
-from paceline.race.score import FLOOR, SINGLE, Entry, Point, Row, Target
-from paceline.race.show import bytes_column, cells, headings, in_order
+from paceline.race.score import FLOOR, SINGLE, Entry, Point, Row, Target, bytes_column
+from paceline.race.show import cells, headings, in_order
 
 _INK, _GRID = "#010203", "#030201"  # the stand-ins; no line has these colours
 _LINES = ["#3b82d6", "#e0702a", "#2f9e62", "#c23f8e", "#8a63d2", "#b8860b", "#1a9aa8", "#d64545", "#7a8f2a"]

@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,6 +22,8 @@ from paceline.telemetry import AnyEvent, Barrier, Bye, Metric, Step, Wire
 Events = Sequence[Sequence[AnyEvent]]  # one sequence for each worker, in its own order
 
 SINGLE, FLOOR = "single", "floor"
+BASELINES = ("exact", "torch:ddp")  # the exact mean: ours where it runs, else torch's
+_FEWER = 0.99  # of the baseline's bytes: a counter's own jitter is no saving
 _LAST = 5  # reports the loss is the mean of: one batch says little
 
 
@@ -39,6 +41,8 @@ class Row(msgspec.Struct, kw_only=True):
     sent_bytes_per_step: float | None = None  # payload, by one worker
     wire_bytes_per_step: float | None = None  # by the interface's counter, by one worker
     exposed_comm_ms: float | None = None
+    cpu_ms_per_step: float | None = None  # of the main thread, mean over the workers
+    break_even_mbit: float | Literal["any"] | None = None  # it beats the exact mean on slower links; 0: on none
     barrier_ms_p50: float | None = None
     barrier_ms_p99: float | None = None
     loss: float | None = None
@@ -84,6 +88,7 @@ class Lap(NamedTuple):
 
     step: int
     ms: float  # of the slowest worker
+    cpu_ms: float  # processor time of the main thread, mean over the workers
     blocked_ms: float  # wall minus processor time of the main thread, mean over the workers
     samples: int  # of all workers
     sent: float  # payload bytes, mean over the workers
@@ -126,6 +131,7 @@ def laps(events: Events, warmup: int) -> list[Lap]:
         Lap(
             step=number,
             ms=max(s.wall_ms + s.data_ms for s in steps),
+            cpu_ms=_mean(s.cpu_ms for s in steps),
             blocked_ms=_mean(max(0.0, s.wall_ms - s.cpu_ms) for s in steps),
             samples=sum(s.samples for s in steps),
             sent=_mean(s.sent for s in steps),
@@ -213,7 +219,38 @@ def rows(entries: Sequence[Entry], *, link: str, warmup: int, target: Target | N
         _add_events(row, entry, warmup, target)
         scored.append(row)
     _add_ratios(scored)
+    _add_break_even(scored)
     return scored
+
+
+def bytes_column(rows: Sequence[Row]) -> str:
+    """One meaning for the whole race: the interface's counters where all have them, else our own payload."""
+    raced = [row for row in rows if row.workers > 1 and row.step_ms_median is not None]
+    known = bool(raced) and all(row.wire_bytes_per_step is not None for row in raced)
+    return "wire_bytes_per_step" if known else "sent_bytes_per_step"
+
+
+def baseline(rows: Sequence[Row]) -> Row | None:
+    """The exact mean in this race, which every other method is to beat."""
+    raced = {row.method: row for row in rows if row.step_ms_median is not None}
+    return next((raced[name] for name in BASELINES if name in raced), None)
+
+
+def saves_bytes(row: Row, rows: Sequence[Row]) -> bool:
+    """Does it send less than the exact mean? False where that is not known."""
+    column, exact = bytes_column(rows), baseline(rows)
+    mine, theirs = getattr(row, column), getattr(exact, column) if exact else None
+    return mine is not None and theirs is not None and mine < _FEWER * theirs
+
+
+def saves_no_time(rows: Sequence[Row]) -> list[str]:
+    """Our methods that send less than the exact mean and are no faster here, by the mean step."""
+    exact = baseline(rows)
+    if exact is None or exact.samples_per_s is None:
+        return []
+    ours = [row for row in rows if row.workers > 1 and row.sent_bytes_per_step is not None and row.samples_per_s]
+    slow = [row for row in ours if (row.samples_per_s or 0.0) <= exact.samples_per_s and row.method not in BASELINES]
+    return [row.method for row in slow if saves_bytes(row, rows)]
 
 
 def _add_laps(row: Row, entry: Entry, measured: Sequence[Lap], floor_blocked: float | None) -> None:
@@ -227,6 +264,7 @@ def _add_laps(row: Row, entry: Entry, measured: Sequence[Lap], floor_blocked: fl
         row.sent_bytes_per_step = _tidy(_mean(lap.sent for lap in measured))
     if floor_blocked is not None and entry.workers > 1:
         row.exposed_comm_ms = _tidy(max(0.0, typical([lap.blocked_ms for lap in measured]) - floor_blocked))
+    row.cpu_ms_per_step = _tidy(typical([lap.cpu_ms for lap in measured]))
 
 
 def _add_events(row: Row, entry: Entry, warmup: int, target: Target | None) -> None:
@@ -266,6 +304,26 @@ def _add_ratios(scored: Sequence[Row]) -> None:
         if alone and row.samples_per_s is not None:
             row.speedup = _tidy(row.samples_per_s / alone)
             row.efficiency = _tidy(row.samples_per_s / alone / row.workers)
+
+
+def _add_break_even(scored: Sequence[Row]) -> None:
+    """Processor time and bytes over the link, one after the other: 8·bytes/link + cpu is equal on both sides at
+    link = 8·(bytes of the baseline - own bytes) / (own cpu - cpu of the baseline). docs/race.md has the rest.
+    """
+    exact, column = baseline(scored), bytes_column(scored)
+    if exact is None or exact.cpu_ms_per_step is None or getattr(exact, column) is None:
+        return
+    for row in scored:
+        sent, cpu = getattr(row, column), row.cpu_ms_per_step
+        if row is exact or row.workers < 2 or row.method == FLOOR or sent is None or cpu is None:
+            continue
+        dearer_ms = cpu - exact.cpu_ms_per_step
+        if not saves_bytes(row, scored):
+            row.break_even_mbit = 0.0 if dearer_ms > 0 else None  # cheaper, but for no fewer bytes: no such speed
+        elif dearer_ms <= 0:
+            row.break_even_mbit = "any"
+        else:
+            row.break_even_mbit = _tidy(8e-3 * (getattr(exact, column) - sent) / dearer_ms)
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -16,9 +17,10 @@ from rich.text import Text
 from paceline.race import score
 from paceline.race.course import Contender, Rules
 from paceline.race.network import Network
-from paceline.race.score import FLOOR, SINGLE, Row, Target
+from paceline.race.score import FLOOR, SINGLE, Row, Target, bytes_column
 
 _QUIET_S = 10.0  # without a terminal: how often a line says that the race is alive
+_PAGE_ONLY = "samples/s"  # speedup says the same in fewer characters, and a terminal has 80
 _COLOURS = {"starting": "dim", "waiting": "", "running": "bold cyan", "finished": "green", "out": "red"}
 
 
@@ -91,13 +93,6 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: row.step_ms_median if row.step_ms_median is not None else float("inf"))
 
 
-def bytes_column(rows: Sequence[Row]) -> str:
-    """One meaning for the whole column: the interface's counters where all have them, else our own payload."""
-    raced = [row for row in rows if row.workers > 1 and row.step_ms_median is not None]
-    known = bool(raced) and all(row.wire_bytes_per_step is not None for row in raced)
-    return "wire_bytes_per_step" if known else "sent_bytes_per_step"
-
-
 def cells(row: Row, column: str, target: Target | None) -> list[str]:
     """A row's values as the table and the page show them."""
     sent = getattr(row, column)
@@ -112,29 +107,32 @@ def cells(row: Row, column: str, target: Target | None) -> list[str]:
         _number(row.speedup, ".2f"),
         _number(sent / 1e6 if sent is not None else None, ".3f"),
         _number(row.exposed_comm_ms, ".1f"),
+        _speed(row.break_even_mbit),
         " / ".join(word for word in quality if word) or "–",
     ]
     return [*words, _number(row.target_s, ".1f")] if target else words
 
 
 def headings(target: Target | None) -> list[str]:
-    words = ["method", "step ms", "samples/s", "speedup", "MB/step", "exposed ms", "loss / accuracy"]
+    words = ["method", "step ms", "samples/s", "speedup", "MB/step", "exposed ms", "pays below", "loss / accuracy"]
     return [*words, "target s"] if target else words
 
 
 def table(rows: Sequence[Row], target: Target | None) -> Table:
     """Fits 80 columns."""
     out = Table(box=box.SIMPLE_HEAD, padding=(0, 0 if target else 1, 0, 0), show_edge=False)
-    for i, word in enumerate(headings(target)):
+    shown = [word != _PAGE_ONLY for word in headings(target)]
+    for word in itertools.compress(headings(target), shown):
         # Two-line headings keep the columns as narrow as their numbers.
         out.add_column(
-            word.replace(" ", "\n", 1) if i != 6 else "loss /\naccuracy",
-            justify="left" if i == 0 else "right",
+            "loss /\naccuracy" if "/ " in word else word.replace(" ", "\n", 1),
+            justify="left" if word == "method" else "right",
         )
     column = bytes_column(rows)
     for row in in_order(rows):
         style = "red" if row.error else "dim" if row.method in (SINGLE, FLOOR) else ""
-        out.add_row(*(Text(word) for word in cells(row, column, target)), style=style)
+        words = itertools.compress(cells(row, column, target), shown)
+        out.add_row(*(Text(word) for word in words), style=style)
     return out
 
 
@@ -160,10 +158,23 @@ def notes(rows: Sequence[Row], network: Network, target: Target | None) -> list[
         lines.append(f"MB/step: sent by a worker, counted by {by}")
     else:
         lines.append("MB/step: a worker's payload; not known for peers")
-    lines.append("step ms: the median; samples/s and exposed: means, so rare messages count")
+    lines.append("step ms: the median; speedup and exposed: means, so rare messages count")
+    if (exact := score.baseline(rows)) and any(row.break_even_mbit is not None for row in rows):
+        lines.append(f"pays below: on a slower link it beats {exact.method}, were nothing hidden on either")
+    lines += [f"{name} saves bytes but no time on this link" for name in score.saves_no_time(rows)]
     if target:
         lines.append(f"target s: the job's own seconds until {target}")
     return lines + [f"{row.method} is out: {first_line(row.error)}" for row in rows if row.error]
+
+
+def _speed(mbit: float | str | None) -> str:
+    """A link speed to compare one's own with: two digits are more than it is known to."""
+    if mbit is None or isinstance(mbit, str):
+        return mbit or "–"
+    if mbit < 0.05:
+        return "never"
+    value, unit = (mbit / 1000, "Gbit") if mbit >= 995 else (mbit, "Mbit")
+    return f"{value:.1f} {unit}" if value < 9.95 else f"{value:.0f} {unit}" if value < 995 else "any"
 
 
 def _number(value: float | None, form: str) -> str:

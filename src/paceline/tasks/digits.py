@@ -28,13 +28,13 @@ def digits() -> tuple[TensorDataset, Tensor, Tensor]:
 
 
 def main() -> None:
-    args = arguments(__doc__, steps=200, batch=64, eval_every=20)
+    args = arguments(__doc__, steps=200, batch=64, eval_every=20, momentum=0.9)
     torch.manual_seed(args.seed)
     train, x_test, y_test = digits()
     model: nn.Module = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=args.momentum)
     loader = DataLoader(train, batch_size=args.batch, shuffle=True, drop_last=True)
-    model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+    model, optimizer, loader = paceline.prepare(model, optimizer, loader, bucket_mb=args.bucket_mb)
     for step, (x, y) in batches(loader, args.steps):
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()

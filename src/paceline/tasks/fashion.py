@@ -68,14 +68,14 @@ def network() -> nn.Module:
 
 
 def main() -> None:
-    args = arguments(__doc__, steps=500, batch=256, eval_every=20, data=True)
+    args = arguments(__doc__, steps=500, batch=256, eval_every=20, momentum=0.9, data=True)
     torch.manual_seed(args.seed)
     folder = find(args.data)
     train, test = images(folder, "train"), images(folder, "t10k")
     model = network()
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=args.momentum)
     loader = DataLoader(train, batch_size=args.batch, shuffle=True, drop_last=True)
-    model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+    model, optimizer, loader = paceline.prepare(model, optimizer, loader, bucket_mb=args.bucket_mb)
     for step, (x, y) in batches(loader, args.steps):
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()

@@ -14,15 +14,24 @@ import paceline
 
 
 def arguments(
-    description: str | None, *, steps: int, batch: int, eval_every: int, data: bool = False
+    description: str | None,
+    *,
+    steps: int,
+    batch: int,
+    eval_every: int,
+    momentum: float | None = None,
+    data: bool = False,
 ) -> argparse.Namespace:
-    """The command line of a job. `data` adds the option for a folder of files."""
+    """The command line of a job. `momentum` is for jobs whose optimizer has it, `data` for those with a folder."""
     text = (description or "").strip().partition("\n")[0]
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--steps", type=_positive, default=steps, help="optimizer steps")
     parser.add_argument("--batch", type=_positive, default=batch, help="samples in a step, over all workers")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the order of the data")
     parser.add_argument("--eval-every", type=_positive, default=eval_every, help="steps between evaluations")
+    parser.add_argument("--bucket-mb", type=float, default=None, help="gradients to an exchange (default: by the link)")
+    if momentum is not None:
+        parser.add_argument("--momentum", type=float, default=momentum, help="of SGD")
     if data:
         parser.add_argument("--data", default=None, help="the folder the data files are in")
     return parser.parse_args()

@@ -131,7 +131,7 @@ def main() -> None:
     model: nn.Module = GPT()
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(Windows(text), batch_size=args.batch, shuffle=True, drop_last=True)
-    model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+    model, optimizer, loader = paceline.prepare(model, optimizer, loader, bucket_mb=args.bucket_mb)
     for step, (x, y) in batches(loader, args.steps):
         loss = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
         loss.backward()

@@ -1,0 +1,483 @@
+"""Seconds until a model is good enough, for every reducer, beside torch, on four links.
+
+    python bench/time_to_accuracy.py --out bench/results/time_to_accuracy.json --plot bench/plots
+
+A synchronous method's trajectory does not depend on the link: only the time of a step does. So the grid is cut in two.
+
+steps    how many steps a method takes to the target, for each task, number of workers and seed: really trained, by
+         real processes on this machine's loopback. torch:ddp takes as many as exact: it is the same mean
+         (tests/oracle/test_ddp.py). Buckets are as small as a slow link makes them, because some reducers round a
+         bucket at a time.
+time     the median step, for each task, number of workers and link: methods take turns, as in `paceline race`.
+confirm  the whole run on the link itself, for the best of ours on each link and for exact without a limit.
+
+Seconds to the target are steps × step time, and said to be so; only those of `confirm` are measured as a whole. A
+method that sends more in its first steps than later (dgc, onebit_adam) is given the time of the bytes it really sent.
+
+Every cell is written when it is known, and what is known is not measured again: run it as often as it takes. What
+failed or was refused is tried again, and a method that did not get there with one seed is not tried with the next.
+With `--seeds 0` first there is a whole grid soon; without it the other seeds are added. Wants root for the shaped
+links; leave the machine alone while it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import math
+import shlex
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PacelineError
+from paceline.lab import namespaces
+from paceline.lab.namespaces import parse_link
+from paceline.method import method as make_method
+from paceline.race import course, result, score
+from paceline.race.course import Contender, Rules
+from paceline.race.field import command
+from paceline.race.network import network
+from paceline.race.peers import PEERS
+from paceline.race.score import Target
+from paceline.settings import Settings
+
+LINKS = ("unlimited", "1gbit", "100mbit", "10mbit")
+SEEDS = {2: (0, 1, 2), 4: (0,)}  # three seeds on four workers too would take another forty minutes: --seeds 0,1,2
+GOALS = {"100mbit": 1.15, "10mbit": 1.5}  # the best of ours over exact without a limit
+
+PAPERS = ("exact", "half", "int8", "qsgd", "nuqsgd", "sign", "topk", "randomk", "dgc", "powersgd", "onebit_adam")
+# name: (method, knobs). What we would set for these tasks, found by trying.
+TUNED: dict[str, tuple[str, dict[str, Any]]] = {
+    "powersgd rank=2": ("powersgd", {"rank": 2}),
+    "topk ratio=0.02": ("topk", {"ratio": 0.02}),
+    "qsgd bits=8": ("qsgd", {"bits": 8}),
+}
+TORCH = ("torch:ddp", "torch:fp16", "torch:powersgd")
+SAME_STEPS = {"torch:ddp": "exact"}
+
+SMALL_BUCKET_MB = Settings().bucket_bytes(slow_link=True) / 2**20
+START_LINK = "1gbit"
+NEVER = 10**9
+PROCESSES = 32  # at once: each has torch and the data in memory
+STEP_SECONDS, STEP_COUNT = 5.0, 40  # of a cell of `time`, whichever is first
+SLOW_TURN, TURN = 3, 6  # steps of a turn of `time`; at 10 Mbit/s a step takes up to 14 s, and the first does not count
+SCHEDULED = 1.05  # more bytes to the target than in the steps that were timed, by this factor: it has a schedule
+
+Cell = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task with its target, and the arguments that some methods need to be comparable."""
+
+    target: str
+    steps: int  # at most, for exact itself
+    turn: int  # the target is looked at in between
+    eval_every: int
+    own: dict[str, list[str]] = field(default_factory=dict)
+    without: tuple[str, ...] = ()  # methods for another optimizer
+
+
+TASKS = {
+    # dgc applies the momentum itself.
+    "fashion": Task("accuracy=0.85", 800, 20, 20, {"dgc": ["--momentum", "0"]}, ("onebit_adam",)),
+    "text": Task("loss=2.8", 300, 10, NEVER, {}, ("dgc",)),
+}
+
+
+def spec(name: str) -> tuple[str, dict[str, Any]]:
+    return TUNED.get(name, (name, {}))
+
+
+def contender(task: str, name: str, *, seed: int = 0, extra: Sequence[str] = ()) -> Contender:
+    """The method as it will race. Raises a PacelineError if there is no such method."""
+    method, knobs = spec(name)
+    if method not in PEERS:
+        make_method(method, **knobs)
+    arguments = command(task, seed, [*TASKS[task].own.get(method, []), *extra])
+    return Contender(method, arguments, knobs, alias=name.replace(" ", "-"))
+
+
+def race(contenders: list[Contender], rules: Rules, workers: int, link: str) -> str:
+    """Run it, and what kind of link it ran on. Every contender knows what came of it.
+
+    In the lab the link gets its speed when all have started: to share the first weights of a dozen contenders at
+    10 Mbit/s would take longer than all that is measured.
+    """
+    limited = link != "unlimited" and namespaces.available() is None
+    with network(START_LINK if limited else link, workers, None) as links, tempfile.TemporaryDirectory() as folder:
+
+        def slow_down(one: Contender) -> None:
+            if one.state == "running" and links.lab is not None and links.lab.link != parse_link(link):
+                links.lab.link = parse_link(link)
+                for host in range(links.lab.hosts):
+                    links.lab.shape(host, links.lab.link)
+
+        if not course.run(contenders, rules, links, Path(folder), slow_down):
+            raise KeyboardInterrupt
+        return links.kind
+
+
+def bucket(link: str) -> list[str]:
+    """The size that a worker chooses when it starts on a slow link; here it starts on a faster one."""
+    return [] if link == "unlimited" else ["--bucket-mb", f"{SMALL_BUCKET_MB:g}"]
+
+
+def refusal(error: str) -> str:
+    told = error.partition(" (log: ")[0]
+    return f"refused: {told}" if "MethodError" in error else f"failed: {told}"
+
+
+# ---------------------------------------------------------------------------------------------------- the three parts
+
+
+def train(task: str, name: str, workers: int, link: str, seed: int, limit: int, buckets_of: str) -> Cell:
+    """Train until the target, or for `limit` steps, with buckets as the link `buckets_of` has them."""
+    job = TASKS[task]
+    target = Target.parse(job.target)
+    try:
+        one = contender(task, name, seed=seed, extra=["--eval-every", str(job.eval_every), *bucket(buckets_of)])
+    except PacelineError as error:
+        return {"error": f"refused: {error.what}"}
+    kind = race([one], Rules(steps=limit, warmup=0, turn=job.turn, target=target), workers, link)
+    events = one.entry(workers).events
+    curve = score.progress(events, target.name)
+    met = next((p for p in curve if target.met(p.value)), None)
+    best = (min if target.falls else max)((p.value for p in curve), default=None)
+    sent = dict(score.bytes_by_step(events, wire=False))
+    steps = met.step + 1 if met else None
+    return {
+        "steps": steps,
+        "seconds": round(met.busy_s, 3) if met else None,
+        "ran": one.done,
+        "best": best and round(best, 4),
+        "sent_bytes_per_step": round(sent[steps] / steps) if steps and sent.get(steps) else None,
+        "link_kind": kind,
+        "curve": [(p.step + 1, round(p.value, 4)) for p in curve if (p.step + 1) % 10 == 0],
+        "error": refusal(one.error) if one.error else None,
+    }
+
+
+def time_steps(task: str, names: Sequence[str], workers: int, link: str) -> Iterator[tuple[str, Cell]]:
+    """The median step of each, taking turns."""
+    racing = {}
+    for name in names:
+        try:
+            racing[name] = contender(task, name, extra=["--eval-every", str(NEVER), *bucket(link)])
+        except PacelineError as error:
+            yield name, {"error": f"refused: {error.what}"}
+    if not racing:
+        return
+    turn = SLOW_TURN if link == LINKS[-1] else TURN
+    rules = Rules(steps=STEP_COUNT, warmup=2, turn=turn, seconds=STEP_SECONDS)
+    kind = race(list(racing.values()), rules, workers, link)
+    for name, one in racing.items():
+        row = score.rows([one.entry(workers)], link=link, warmup=rules.warmup)[0]
+        known = {key: getattr(row, key) for key in ("sent_bytes_per_step", "wire_bytes_per_step", "cpu_ms_per_step")}
+        yield (
+            name,
+            {
+                "step_ms": row.step_ms_median,
+                "measured_steps": row.steps,
+                **known,
+                "link_kind": kind,
+                "error": refusal(one.error) if one.error else None,
+            },
+        )
+
+
+# ---------------------------------------------------------------------------------------------------- the file
+
+
+class Book:
+    """All cells, in a file that is whole after every one of them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.cells: dict[str, list[Cell]] = {"steps": [], "time": [], "confirm": []}
+        if path.exists():
+            self.cells |= {part: json.loads(path.read_text())[part] for part in self.cells}
+        self.here = result.describe([], [], task="", workers=0, link="", kind="none", threads=1)
+
+    def find(self, part: str, **key: Any) -> list[Cell]:
+        return [c for c in self.cells[part] if all(c[k] == v for k, v in key.items())]
+
+    def known(self, part: str, **key: Any) -> bool:
+        return any(not cell["error"] for cell in self.find(part, **key))
+
+    def add(self, part: str, key: dict[str, Any], cell: Cell) -> None:
+        self.cells[part] = [c for c in self.cells[part] if any(c[k] != v for k, v in key.items())]
+        self.cells[part].append({**key, "date": _now(), "commit": self.here.commit, **cell})
+        self.write()
+        words = " ".join(f"{value}" for value in key.values())
+        shown = {
+            k: v for k, v in cell.items() if k in ("steps", "seconds", "step_ms", "best", "error") and v is not None
+        }
+        print(f"{part:8s}{words:40s} {' '.join(f'{k} {v}' for k, v in shown.items())}"[:160], flush=True)
+
+    def write(self) -> None:
+        whole = {
+            "bench": "time_to_accuracy",
+            "commit": self.here.commit,
+            "machine": {f: getattr(self.here.machine, f) for f in self.here.machine.__struct_fields__},
+            "torch": self.here.torch,
+            "date": self.here.date,
+            "command": shlex.join(["python", *sys.argv]),
+            "targets": {name: task.target for name, task in TASKS.items()},
+            "tuned": TUNED,
+            "bucket_mb_of_steps": SMALL_BUCKET_MB,
+            **self.cells,
+            "seconds_to_target": list(estimates(self)),
+            "summary": list(summary(self)),
+        }
+        result.write(self.path, json.dumps(whole, indent=1) + "\n")
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+# ---------------------------------------------------------------------------------------------------- what follows
+
+
+def names(task: str) -> list[str]:
+    """Who runs on this task; exact first, since it says how long the others may take."""
+    return [name for name in (*PAPERS, *TUNED, *TORCH) if spec(name)[0] not in TASKS[task].without]
+
+
+def steps_of(book: Book, task: str, workers: int, name: str) -> list[Cell]:
+    return book.find("steps", task=task, workers=workers, method=SAME_STEPS.get(name, name))
+
+
+def step_seconds(timed: Cell, trained: Sequence[Cell], link: str) -> tuple[float, bool]:
+    """A mean step on the way to the target; True: it is not the timed one, because a schedule changes its bytes."""
+    sent = [cell["sent_bytes_per_step"] for cell in trained if cell.get("sent_bytes_per_step")]
+    bits, there = parse_link(link).bits_per_second, timed.get("sent_bytes_per_step")
+    if bits is None or not sent or not there or 1 / SCHEDULED < statistics.mean(sent) / there < SCHEDULED:
+        return timed["step_ms"] / 1e3, False
+    # On a link this slow the bytes are what a step waits for; never for less than it computes.
+    changed = timed["step_ms"] / 1e3 + 8 * (statistics.mean(sent) - there) / bits
+    return max(changed, timed["cpu_ms_per_step"] / 1e3), True
+
+
+def estimates(book: Book) -> Iterator[Cell]:
+    """Steps × step time, wherever both are known."""
+    for timed in book.cells["time"]:
+        task, workers, name, link = (timed[key] for key in ("task", "workers", "method", "link"))
+        trained = steps_of(book, task, workers, name)
+        if not trained:
+            continue
+        cell = {key: timed[key] for key in ("task", "workers", "method", "link")}
+        error = timed["error"] or next((c["error"] for c in trained if c["error"]), None)
+        reached = [c["steps"] for c in trained if c.get("steps")]
+        if error or len(reached) < len(trained):
+            best = [c["best"] for c in trained if c.get("best") is not None]
+            why = error or f"not reached in {len(trained) - len(reached)} of {len(trained)} runs"
+            yield {**cell, "seconds": None, "why": why, "best": best and round(statistics.mean(best), 4)}
+            continue
+        step_s, scheduled = step_seconds(timed, trained, link)
+        steps = statistics.mean(reached)
+        how = "steps × measured step time" + ", bytes of its schedule" * scheduled
+        spread = [min(reached), max(reached)]
+        yield {**cell, "seconds": round(steps * step_s, 2), "steps": round(steps, 1), "spread": spread, "how": how}
+
+
+def at_exacts_steps(book: Book, task: str, workers: int, name: str) -> float | None:
+    """How good it is when exact has reached the target: mean over the seeds both have run."""
+    found = []
+    for cell in steps_of(book, task, workers, name):
+        exact = next((c for c in steps_of(book, task, workers, "exact") if c["seed"] == cell["seed"]), {})
+        upto = [value for step, value in cell.get("curve", []) if step <= (exact.get("steps") or 0)]
+        found += upto[-1:]
+    return statistics.mean(found) if found else None
+
+
+def best_of_ours(cells: Iterable[Cell]) -> Cell | None:
+    ours = [cell for cell in cells if cell["seconds"] and cell["method"] not in TORCH]
+    return min(ours, key=lambda cell: float(cell["seconds"]), default=None)
+
+
+def summary(book: Book) -> Iterator[Cell]:
+    """For each link the best of ours over exact without a limit: by steps × step time, and measured as a whole."""
+    known = list(estimates(book))
+    for task, workers in sorted({(cell["task"], cell["workers"]) for cell in known}):
+        here = [cell for cell in known if (cell["task"], cell["workers"]) == (task, workers)]
+        where = {"task": task, "workers": workers}
+        base = next((c["seconds"] for c in here if (c["method"], c["link"]) == ("exact", "unlimited")), None)
+        whole = book.find("confirm", **where, method="exact", link="unlimited")
+        for link in LINKS:
+            best = best_of_ours(cell for cell in here if cell["link"] == link)
+            if best is None:
+                continue
+            ran = book.find("confirm", **where, method=best["method"], link=link)
+            both = whole and ran and whole[0]["seconds"] and ran[0]["seconds"]
+            yield {
+                **where,
+                "link": link,
+                "best": best["method"],
+                "seconds": best["seconds"],
+                "over_exact_unlimited": round(best["seconds"] / base, 3) if base else None,
+                "goal": GOALS.get(link),
+                "measured_seconds": ran[0]["seconds"] if ran else None,
+                "measured_over_exact_unlimited": round(ran[0]["seconds"] / whole[0]["seconds"], 3) if both else None,
+                "value_at_exacts_steps": _rounded(at_exacts_steps(book, task, workers, best["method"])),
+                "exacts_value": _rounded(at_exacts_steps(book, task, workers, "exact")),
+            }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def table(book: Book, task: str, workers: int) -> Iterator[str]:
+    """Fits 80 columns. Seconds to the target, by link; the fastest on the slowest link first."""
+    known = {(c["method"], c["link"]): c for c in estimates(book) if (c["task"], c["workers"]) == (task, workers)}
+    if not known:
+        return
+    yield f"{task}, {workers} workers: seconds to {Target.parse(TASKS[task].target)}, as steps × measured step time"
+    yield f"{'method':17s}{'steps':>6s}" + "".join(f"{link:>11s}" for link in LINKS) + f"{'as exact':>10s}"
+    shown = dict.fromkeys(name for name, _ in known)
+
+    def slowest(name: str) -> list[float]:
+        return [known.get((name, link), {}).get("seconds") or math.inf for link in reversed(LINKS)]
+
+    for name in sorted(shown, key=slowest):
+        cells = [known.get((name, link)) for link in LINKS]
+        steps = next((f"{c['steps']:.0f}" for c in cells if c and c["seconds"]), "")
+        words = ["" if c is None else f"{c['seconds']:.1f}" if c["seconds"] else "–" for c in cells]
+        value = at_exacts_steps(book, task, workers, name)
+        last = "" if value is None else f"{value:.3f}"
+        yield f"{name:17s}{steps:>6s}" + "".join(f"{word:>11s}" for word in words) + f"{last:>10s}"
+        if why := next((c["why"] for c in cells if c and not c["seconds"]), None):
+            yield f"  {name}: {why}"[:80]
+    for ran in book.find("confirm", task=task, workers=workers):
+        took = f"{ran['seconds']:.1f} s" if ran.get("seconds") else "not reached"
+        estimate = known.get((ran["method"], ran["link"]), {}).get("seconds")
+        yield f"measured as a whole: {ran['method']}, {ran['link']}: {took} (against {estimate})"
+
+
+def conclusion(book: Book) -> Iterator[str]:
+    """Fits 80 columns."""
+    yield "the best of ours over exact without a limit, and its value at exact's last step"
+    yield "task    workers      link  best of ours       ratio measured  goal  value  exact"
+    for cell in summary(book):
+        ratios = [("over_exact_unlimited", 7, 2), ("measured_over_exact_unlimited", 9, 2), ("goal", 6, 2)]
+        figures = [*ratios, ("value_at_exacts_steps", 7, 3), ("exacts_value", 7, 3)]
+        words = [(f"{cell[key]:.{digits}f}" if cell[key] else "–").rjust(width) for key, width, digits in figures]
+        yield f"{cell['task']:8s}{cell['workers']:7d}{cell['link']:>10s}  {cell['best']:17s}{''.join(words)}"
+
+
+def plot(book: Book, folder: Path) -> None:
+    """Seconds to the target by link speed, one line a method."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
+
+    folder.mkdir(parents=True, exist_ok=True)
+    x = {link: (parse_link(link).bits_per_second or 10**10) / 1e6 for link in LINKS}
+    known = [cell for cell in estimates(book) if cell["seconds"]]
+    for task, workers in sorted({(cell["task"], cell["workers"]) for cell in known}):
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        axes = figure.add_subplot()
+        for i, name in enumerate(names(task)):
+            points = [
+                (x[cell["link"]], cell["seconds"])
+                for cell in known
+                if (cell["task"], cell["workers"], cell["method"]) == (task, workers, name)
+            ]
+            style = "--" if name in TORCH else "-." if name in TUNED else "-"
+            colour = "black" if name == "exact" else matplotlib.colormaps["tab20"](i % 20)
+            if points:
+                axes.plot(*zip(*sorted(points), strict=True), style, marker="o", ms=4, color=colour, label=name)
+        axes.set(xscale="log", yscale="log", xlabel="link", ylabel=f"seconds to {Target.parse(TASKS[task].target)}")
+        axes.set_xticks(list(x.values()), list(x))
+        axes.minorticks_off()
+        axes.grid(lw=0.5, alpha=0.5)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.set_title(f"{task}, {workers} workers: steps × measured step time", fontsize=11)
+        figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "paceline"}):
+            figure.savefig(folder / f"time_to_accuracy_{task}_{workers}.svg", metadata={"Date": None})
+
+
+# ---------------------------------------------------------------------------------------------------- the run
+
+
+def fill_steps(
+    book: Book, task: str, workers: int, seeds: Sequence[int], chosen: Sequence[str], patience: float
+) -> None:
+    for seed, name in itertools.product(seeds, chosen):
+        key = {"task": task, "method": name, "workers": workers, "seed": seed}
+        if name in SAME_STEPS or book.known("steps", **key):
+            continue
+        if any(c.get("steps") is None and not c["error"] for c in steps_of(book, task, workers, name)):
+            continue  # an earlier seed had all its steps and did not get there
+        exact = [c["steps"] for c in book.find("steps", **{**key, "method": "exact"}) if c.get("steps")]
+        limit = math.ceil(patience * exact[0]) if exact else TASKS[task].steps
+        book.add("steps", key, train(task, name, workers, "unlimited", seed, limit, buckets_of=LINKS[-1]))
+
+
+def fill_time(book: Book, task: str, workers: int, link: str, chosen: Sequence[str]) -> None:
+    where = {"task": task, "workers": workers, "link": link}
+    missing = [name for name in chosen if not book.known("time", **where, method=name)]
+    at_once = max(1, PROCESSES // workers)
+    for i in range(0, len(missing), at_once):
+        for name, cell in time_steps(task, missing[i : i + at_once], workers, link):
+            book.add("time", {"task": task, "method": name, "workers": workers, "link": link}, cell)
+
+
+def fill_confirm(book: Book, task: str, workers: int, link: str) -> None:
+    where = {"task": task, "workers": workers, "link": link}
+    here = [cell for cell in estimates(book) if all(cell[k] == v for k, v in where.items())]
+    best = best_of_ours(here)
+    wanted = {best["method"]} if best and link != "unlimited" else {"exact"} if link == "unlimited" else set()
+    for name in wanted:
+        key = {"task": task, "method": name, "workers": workers, "link": link}
+        steps = [cell["steps"] for cell in steps_of(book, task, workers, name) if cell.get("steps")]
+        if steps and not book.known("confirm", **key):
+            book.add("confirm", key, train(task, name, workers, link, 0, 2 * max(steps), buckets_of=link))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the JSON file; what is in it is not measured again")
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="draw what is known as SVG into this folder")
+    parser.add_argument("--parts", default="steps,time,confirm", help="none: only print and draw what is known")
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--workers", default="2,4")
+    parser.add_argument("--links", default=",".join(LINKS))
+    parser.add_argument("--methods", help="all, if not given")
+    parser.add_argument("--seeds", help="of steps; 0,1,2 with two workers and 0 with four, if not given")
+    parser.add_argument("--patience", type=float, default=3.0, help="times exact's steps, until a run is given up")
+    args = parser.parse_args()
+    tasks, links, parts = args.tasks.split(","), args.links.split(","), args.parts.split(",")
+    result.check_writable(args.out)
+    book = Book(args.out)
+    for part, task, workers in itertools.product(parts, tasks, [int(w) for w in args.workers.split(",")]):
+        chosen = [n for n in names(task) if args.methods is None or n in args.methods.split(",")]
+        seeds = [int(s) for s in args.seeds.split(",")] if args.seeds else SEEDS.get(workers, (0,))
+        if part == "steps":
+            fill_steps(book, task, workers, seeds, chosen, args.patience)
+        for link in links:
+            if part == "time":
+                fill_time(book, task, workers, link, chosen)
+            elif part == "confirm":
+                fill_confirm(book, task, workers, link)
+    book.write()
+    for task, workers in itertools.product(tasks, [int(w) for w in args.workers.split(",")]):
+        print(*table(book, task, workers), "", sep="\n")
+    print(*conclusion(book), sep="\n")
+    if args.plot:
+        plot(book, args.plot)
+
+
+if __name__ == "__main__":
+    main()
