@@ -46,7 +46,9 @@ def threshold(x: Tensor, k: int, spare: float) -> Tensor:
     some = x[:: max(1, x.numel() // SAMPLE)].abs().float()
     expected = k * some.numel() / x.numel()
     rank = min(some.numel(), max(1, round(expected + spare * math.sqrt(expected)) + (spare > 0)))
-    return some.topk(rank).values[-1] if x.is_cuda else some.kthvalue(some.numel() - rank + 1).values
+    if x.is_cuda:  # sorting keeps the whole device busy, selecting does not
+        return some.sort(descending=True).values[rank - 1]
+    return some.kthvalue(some.numel() - rank + 1).values
 
 
 def _over(x: Tensor, tau: Tensor) -> Tensor:

@@ -18,11 +18,11 @@ def encode(rows: Tensor) -> Tensor:
     v = torch.empty(_chunk(rows), device=rows.device)
     for row, coded in zip(rows, out, strict=True):
         low, high = (x.float() for x in row.aminmax())
-        width = high / 255 - low / 255  # each by itself: their difference may not fit
+        width = high * (1 / 255) - low * (1 / 255)  # each by itself: their difference may not fit
         coded[:HEAD].view(torch.float32).copy_(torch.stack([low, width]))
         scale = (1 / width).nan_to_num_(posinf=0.0)  # a flat row, or one too narrow to divide
         for piece in _chunks(row):
-            y = torch.sub(row[piece], low, out=v[: piece.stop - piece.start])
+            y = torch.sub(row[piece].float(), low, out=v[: piece.stop - piece.start])
             y.mul_(scale).round_().clamp_(0, 255)
             coded[HEAD + piece.start : HEAD + piece.stop] = y.to(torch.int16)  # see _pack in blocks.py
     return out
