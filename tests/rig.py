@@ -52,7 +52,7 @@ class Rig:
         self.engine: Engine = assemble(
             things,
             optimizer,
-            method(spec, **(knobs or {})),
+            method(spec, **(knobs or {})).copy(),  # thread-workers may be given one object
             comm,
             recorder=self.recorder,
             settings=Settings(**settings),

@@ -24,9 +24,19 @@ def knob(
 ) -> Any:
     """A part's field: its default, what it does, its unit, and the range it must lie in (above: exclusive)."""
     meta = {"effect": effect, "unit": unit, "low": low, "high": high, "above": above}
-    if dataclasses.is_dataclass(default) and not isinstance(default, type):  # a part inside a part: a fresh one each
-        return field(default_factory=lambda: dataclasses.replace(default), metadata=meta)
+    if _is_part(default):  # a part inside a part: a fresh one each
+        return field(default_factory=lambda: fresh(default), metadata=meta)
     return field(default=default, metadata=meta)
+
+
+def fresh(part: Any) -> Any:
+    """The same part, and those inside it, with nothing remembered."""
+    values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+    return type(part)(**{name: fresh(v) if _is_part(v) else v for name, v in values.items()})
+
+
+def _is_part(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 from paceline import registry
 from paceline.balances.even import Even
 from paceline.errors import MethodError, nearest
+from paceline.knobs import fresh
 from paceline.layouts.replicated import Replicated
 from paceline.membership.fixed import Fixed
 from paceline.orders.backward import Backward
@@ -45,7 +46,7 @@ class Method:
 
     def copy(self) -> Method:
         """The same method with parts of its own, which remember nothing yet."""
-        return Method(**{axis: _copy(part) for axis, part in self.axes().items()})  # type: ignore[arg-type]
+        return Method(**{axis: fresh(part) for axis, part in self.axes().items()})  # type: ignore[arg-type]
 
     def config(self) -> dict[str, Any]:
         return {axis: part.config() for axis, part in self.axes().items()}
@@ -83,11 +84,6 @@ _PLAIN: dict[str, type[Part]] = {
 
 def _given(parts: Iterable[Part]) -> dict[str, str]:
     return {fact: part.name for part in parts for fact in part.gives}
-
-
-def _copy(part: Part) -> Part:
-    knobs = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
-    return type(part)(**{k: _copy(v) if isinstance(v, Part) else v for k, v in knobs.items()})
 
 
 def _text(part: Part) -> str:

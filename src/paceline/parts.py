@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from paceline import knobs
@@ -130,7 +131,8 @@ class Reduced(NamedTuple):
     """An estimate of the mean, and what this worker did not send.
 
     `left` is called only by those who keep leftovers (error feedback, the conservation law), at once, before x is
-    written again; it may use x up. So a method that nobody asks for its leftover does not pay for it.
+    written again; it may use x up. So a method that nobody asks for its leftover does not pay for it. The mean may be
+    a vector that the next step's is written into.
     """
 
     mean: Tensor
@@ -157,6 +159,17 @@ class Reducer(Part):
         """Only this worker's slice of the mean. Override where fewer bytes do."""
         whole = await self.mean(b, x, comm)
         return Reduced(whole.mean.view(comm.world, -1)[comm.rank], whole.left)
+
+    def scratch(self, b: Bucket, like: Tensor) -> Tensor:
+        """A vector to put the mean into: the same one in every step. Memory fresh from the system costs a CPU more
+        than a dozen passes over it.
+        """
+        if like.is_cuda:
+            return torch.empty_like(like)
+        known: dict[Any, Tensor] = vars(self).setdefault("_scratch", {})
+        if (b.index, like.dtype) not in known or known[b.index, like.dtype].shape != like.shape:
+            known[b.index, like.dtype] = torch.empty_like(like)
+        return known[b.index, like.dtype]
 
     def kind(self, name: str, p: Tensor) -> Hashable:
         """Parameters of different kinds never share a bucket. A wrapper's kinds are those of the reducers inside."""

@@ -440,3 +440,23 @@ def test_state_moves_to_where_its_parameters_are():
         ("p", "Q"): "meta",
         "seed": "cpu",
     }
+
+
+def test_error_feedback_works_in_old_memory_and_never_in_what_a_rollback_needs():
+    """Several exchanges in one step, and steps that do not count: the real e stays as it was, bit for bit."""
+
+    def work(comm):
+        b = BUCKETS[0](comm.world)
+        reducer = ErrorFeedback(of=TopK(ratio=0.1))
+        for step in range(4):
+            run(reducer.mean(b, vector(b, step), comm))
+            reducer.state.commit()
+        real = reducer.state[0, "e"].clone()
+        for _ in range(2):
+            for step in range(3):
+                run(reducer.mean(b, vector(b, 10 + step), comm))
+                assert torch.equal(reducer.state.real[0, "e"], real)
+            reducer.state.rollback()
+            assert torch.equal(reducer.state[0, "e"], real)
+
+    threads.run(2, work)

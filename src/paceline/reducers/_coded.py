@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from paceline.errors import MethodError
@@ -38,7 +37,7 @@ class Coded(Reducer):
         return key(rank, b.index, b.step)
 
     async def mean(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
-        code, mean, v = self.code(), torch.empty_like(x), x[: b.n]
+        code, mean, v = self.code(), self.scratch(b, x), x[: b.n]
         everyone = await comm.gather(encode_blocks(v, code, self.key(b, comm.rank)))
         add_blocks(mean[: b.n], everyone, code, factor=1 / comm.world, keep=False)
         mean[b.n :] = 0.0

@@ -47,7 +47,7 @@ class ErrorFeedback(Reducer):
 
     async def mean(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
         e: Tensor | None = self.state.get((b.index, "e"))
-        corrected = torch.empty_like(x, dtype=torch.float32)  # a vector of its own: what is left may be made of it
+        corrected = self._spare(b, x, e)  # what is left may be made of it
         if e is None:
             corrected.copy_(x)
         else:
@@ -60,6 +60,14 @@ class ErrorFeedback(Reducer):
             left[b.n :] = 0.0  # what is behind the gradients is nobody's, and is not saved
             self.state[b.index, "e"] = left
         return Reduced(reduced.mean.to(x.dtype), lambda: left)
+
+    def _spare(self, b: Bucket, x: Tensor, e: Tensor | None) -> Tensor:
+        """A vector to work in: the e before this one, if the commit has let it go. See Reducer.scratch for why."""
+        before: dict[int, Tensor | None] = vars(self).setdefault("_before", {})
+        spare, before[b.index] = before.get(b.index), e
+        if spare is None or spare is e or spare is self.state.real.get((b.index, "e")) or spare.shape != x.shape:
+            return torch.empty_like(x, dtype=torch.float32)
+        return spare
 
     def sends(self, b: Bucket, world: int) -> int:
         return self.of.sends(b, world)

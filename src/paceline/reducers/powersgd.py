@@ -54,7 +54,7 @@ class PowerSGD(Reducer):
         P = [_orthonormal(p) for p in averaged[: len(thin)]]
         mine = [(p / len(p)).T @ m for p, m in zip(P, M, strict=True)]
         Qt = _cut(await comm.mean(_join(mine, flat)), mine)
-        mean = torch.empty_like(flat)
+        mean = self.scratch(b, flat)
         mean[b.n :] = 0.0
         for s, p, qt in zip(thin, P, Qt, strict=True):
             torch.mm(p, qt, out=mean[s.start : s.stop].view(_shape(s)))

@@ -41,7 +41,7 @@ class RandomK(Reducer):
 
     async def mean(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
         where = self._draw(b)
-        mean = torch.zeros_like(x)
+        mean = self.scratch(b, x).zero_()
         mean[where] = (await comm.mean(x[where].float())).to(x.dtype)
         return Reduced(mean, lambda: x.index_fill_(0, where, 0.0))
 

@@ -46,7 +46,7 @@ class TopK(Reducer):
             return Reduced((await comm.mean(x.float())).to(x.dtype))
         where = self.select(b, x)
         mine = torch.stack([x.index_select(0, where).float().view(torch.int32), where.int()])
-        mean = torch.zeros_like(x)
+        mean = self.scratch(b, x).zero_()
         for value, place in await comm.gather(mine):  # one after the other: the same order, and so bits, everywhere
             mean.index_add_(0, place, value.view(torch.float32).to(x.dtype))
         return Reduced(mean.div_(comm.world), lambda: x.index_fill_(0, where, 0.0))
