@@ -46,7 +46,7 @@ class Method:
 
     def copy(self) -> Method:
         """The same method with parts of its own, which remember nothing yet."""
-        return Method(**{axis: fresh(part) for axis, part in self.axes().items()})  # type: ignore[arg-type]
+        return Method(**{axis: fresh(part) for axis, part in self.axes().items()})
 
     def config(self) -> dict[str, Any]:
         return {axis: part.config() for axis, part in self.axes().items()}
