@@ -1,0 +1,125 @@
+"""The tables at the end of docs/methods/*.md: knobs from the code, figures from bench/results.
+
+    python bench/pages.py
+
+What stands above the line `<!-- tables -->` is written by hand, what stands below it is not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from paceline import registry
+from paceline.parts import Part
+
+HERE = Path(__file__).parent
+PAGES = HERE.parent / "docs" / "methods"
+MARK = "<!-- tables -->"
+LINKS = ("unlimited", "1gbit", "100mbit", "10mbit")
+CPU = {  # what bench/reducers.py calls it
+    "qsgd": ("qsgd 4 bits", "qsgd 8 bits", "qsgd 2 bits"),
+    "nuqsgd": ("nuqsgd 4 bits",),
+    "sign": ("sign",),
+    "int8": ("int8",),
+    "topk": ("topk 1.0%", "topk 0.1%"),
+}
+GPU = {  # what bench/kernels_gpu.py calls it
+    "qsgd": ("encode_blocks uniform 4", "add_blocks uniform 4, W=2", "encode_blocks uniform 8"),
+    "nuqsgd": ("encode_blocks powers 4", "add_blocks powers 4, W=2"),
+    "sign": ("encode_blocks sign", "add_blocks sign, W=2", "add_blocks sign, W=1, keep"),
+    "int8": ("encode_bytes", "add_bytes W=2"),
+    "topk": ("largest 1.0%", "topk of torch 1.0%", "largest 0.1%", "topk of torch 0.1%"),
+}
+
+
+def results(name: str) -> dict[str, Any]:
+    path = HERE / "results" / f"{name}.json"
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def table(head: list[str], rows: list[list[str]]) -> Iterator[str]:
+    yield "| " + " | ".join(head) + " |"
+    yield "|" + "|".join("---" if i == 0 else "--:" for i in range(len(head))) + "|"
+    for row in rows:
+        yield "| " + " | ".join(row) + " |"
+    yield ""
+
+
+def knobs(cls: type[Part]) -> Iterator[str]:
+    rows = [
+        [f"`{k.name}`", _default(k.default), k.range.replace(" | ", ", "), f"{k.effect}{k.unit and f' ({k.unit})'}"]
+        for k in cls.knobs()
+    ]
+    if rows:
+        yield "## Knobs"
+        yield ""
+        yield from ("| knob | default | range | effect |", "|---|---|---|---|")
+        yield from ("| " + " | ".join(row) + " |" for row in rows)
+        yield ""
+
+
+def _default(value: Any) -> str:
+    shown = value.name if isinstance(value, Part) else repr(value)
+    return f"`{shown}`"
+
+
+def to_target(name: str) -> Iterator[str]:
+    """Seconds to the target on every link, beside exact's."""
+    book = results("time_to_accuracy")
+    known = {(c["task"], c["workers"], c["method"], c["link"]): c for c in book.get("seconds_to_target", [])}
+    mine = [m for m in dict.fromkeys(key[2] for key in known) if m.split()[0] == name]
+    if not mine:
+        return
+    yield "## Measured"
+    yield ""
+    yield "Seconds to the target, as steps × measured step time (`bench/results/time_to_accuracy.json`; two cores)."
+    yield ""
+    for task, workers in sorted({key[:2] for key in known}):
+        shown = [m for m in dict.fromkeys(["exact", *mine]) if (task, workers, m, LINKS[0]) in known]
+        if not any(m in shown for m in mine):
+            continue
+        yield from table(
+            [f"{task}, {workers} workers, to {book['targets'][task]}", "steps", *LINKS],
+            [_row(m, [known.get((task, workers, m, link)) for link in LINKS]) for m in shown],
+        )
+
+
+def _row(method: str, cells: list[dict[str, Any] | None]) -> list[str]:
+    steps = next((f"{c['steps']:.0f}" for c in cells if c and c["seconds"]), "not reached")
+    return [method, steps, *("" if c is None else f"{c['seconds']:.1f}" if c["seconds"] else "–" for c in cells)]
+
+
+def costs(name: str) -> Iterator[str]:
+    cpu, gpu = results("reducers"), results("kernels_gpu")
+    rows = [row for row in cpu.get("rows", []) if row["code"] in CPU.get(name, ())]
+    if rows:
+        yield "One CPU thread, 10 M elements, in copies of the same vector (`bench/results/reducers.json`):"
+        yield ""
+        words = [[row["code"], *(f"{row[f'{k}_memcpys']:.1f}" for k in ("encode", "decode", "plain"))] for row in rows]
+        yield from table(["", "encode", "decode", "plain torch encode"], words)
+    kernels = [row for row in gpu.get("kernels", []) if row.get("kernel") in GPU.get(name, ()) and "ms" in row]
+    if kernels:
+        yield f"{gpu['machine']}, 100 M elements (`bench/results/kernels_gpu.json`):"
+        yield ""
+        words = [[row["kernel"], f"{row['ms']:.3f}", f"{row['ratio']:.2f}"] for row in kernels]
+        yield from table(["", "ms", "× its bytes in a copy"], words)
+
+
+def page(name: str, text: str) -> str:
+    """The page with its tables as they should be."""
+    cls = registry.find(name)
+    made = [*knobs(cls), *to_target(name), *costs(name)]
+    return "\n".join([text.partition(MARK)[0].rstrip(), "", MARK, "", *made]).rstrip() + "\n"
+
+
+def main() -> None:
+    for path in sorted(PAGES.glob("*.md")):
+        if path.stem in registry.parts():
+            path.write_text(page(path.stem, path.read_text()))
+
+
+if __name__ == "__main__":
+    main()
