@@ -11,6 +11,7 @@ import torch
 from paceline import registry
 from paceline.bucket import Bucket
 from paceline.knobs import choices, kinds
+from paceline.pipeline import Pipeline
 
 WORLDS = (1, 2, 3, 4)
 
@@ -52,3 +53,23 @@ def vector(b: Bucket, rank: int) -> torch.Tensor:
     x = torch.zeros_like(b.flat)
     x[: b.n] = torch.randn(b.n, generator=generator)
     return x
+
+
+def together(*coroutines: Any) -> list[Any]:
+    """All of them under way at once, as buckets are; what each gave."""
+    out, pipeline = [None] * len(coroutines), Pipeline()
+
+    async def keep(i: int, coroutine: Any) -> None:
+        out[i] = await coroutine
+
+    for i, coroutine in enumerate(coroutines):
+        pipeline.start(keep(i, coroutine))
+    pipeline.drain()
+    return out
+
+
+def reduce(comm: Any, reducer: Any, b: Bucket, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One mean, and what this worker did not send."""
+    [reduced] = together(reducer.mean(b, x, comm))
+    mean, left = reduced.mean.clone(), reduced.left()
+    return mean, torch.zeros_like(mean) if left is None else left.clone()

@@ -10,13 +10,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import threads
+from laws_table import reduce
 from paceline import registry
 from paceline.bucket import Bucket
 from paceline.errors import MethodError
 from paceline.method import method
 from paceline.parts import KEEPS
-from paceline.pipeline import Pipeline
-from rig import Rig, built, data, mlp, same, weights
+from rig import Complex, Rig, built, data, mlp, same, weights
 
 REDUCERS = list(registry.parts("reducer"))
 KNOBS = {"warmup": {"steps": 1}}  # or the tests would end before it does
@@ -135,7 +135,7 @@ def test_k_is_at_least_one_and_at_most_the_tensor(name, ratio):
         b = Bucket(0, [(str(n), nn.Parameter(torch.ones(n))) for n in (1, 2, 3, 7)], comm.world)
         reducer, x = registry.find(name)(ratio=ratio), torch.zeros_like(b.flat)
         x[: b.n] = torch.arange(1.0, b.n + 1)
-        sent = int((reduce(reducer, b, x, comm)[0] != 0).sum())
+        sent = int((reduce(comm, reducer, b, x)[0] != 0).sum())
         return sent, b.n
 
     for sent, n in threads.run(2, work):
@@ -177,15 +177,6 @@ def test_whole_numbers_are_left_alone(name):
 def test_a_whole_number_parameter_cannot_be_trained():
     with pytest.raises(RuntimeError, match="floating point"):
         nn.Parameter(torch.arange(4))
-
-
-class Complex(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w, self.b = nn.Parameter(torch.randn(6, 3, dtype=torch.complex64)), nn.Parameter(torch.randn(3))
-
-    def forward(self, x):
-        return (x.to(torch.complex64) @ self.w).abs() + self.b
 
 
 @pytest.mark.parametrize("name", REDUCERS)
@@ -253,22 +244,6 @@ def test_a_long_silence(name):
     assert moved.all() if name != "randomk" else moved.any()  # 1 % by lot does not get round in ten steps
 
 
-def reduce(reducer, b, x, comm):
-    """One mean; what came out, and what was left."""
-    out = []
-
-    async def go():
-        reduced = await reducer.mean(b, x, comm)
-        mean = reduced.mean.clone()
-        left = reduced.left()
-        out.extend([mean, torch.zeros_like(mean) if left is None else left.clone()])
-
-    pipeline = Pipeline()
-    pipeline.start(go())
-    pipeline.drain()
-    return out
-
-
 def spread(n, generator):
     """Every size from 1e-38 to 1e38, of either sign, in any order."""
     size = 10.0 ** torch.linspace(-38, 38, n, dtype=torch.float64)
@@ -295,7 +270,7 @@ def test_the_ends_of_the_number_range(name, values, dtype):
         x = torch.zeros_like(b.flat)
         x[: b.n] = values(b.n, torch.Generator().manual_seed(comm.rank)).to(dtype)
         reducer = method(name).reducer
-        mean, left = reduce(reducer, b, x.clone(), comm)
+        mean, left = reduce(comm, reducer, b, x.clone())
         return x[: b.n], mean[: b.n], left[: b.n], reducer.tolerance
 
     results = threads.run(2, work)

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 import threads
-from laws_table import BUCKETS, fresh, vector
+from laws_table import BUCKETS, fresh, reduce, vector
 from paceline import registry
 from paceline.errors import MethodError
 from paceline.kernels import encode_blocks
 from paceline.method import Method, method
-from paceline.pipeline import Pipeline
 from rig import alone, close, data, loop, mlp, same, sgd, train, weights
 
 UNBIASED = [(n, k) for n in ("qsgd", "nuqsgd") for k in ({"bits": 2}, {"bits": 4}, {"bits": 8})] + [
@@ -21,18 +20,6 @@ UNBIASED = [(n, k) for n in ("qsgd", "nuqsgd") for k in ({"bits": 2}, {"bits": 4
 ]
 DENSE = [("topk", {"ratio": 1.0}), ("randomk", {"ratio": 1.0}), ("powersgd", {"rank": 64})]
 BIASED = ["topk", "randomk", "sign", "powersgd", "half", "int8"]
-
-
-def once(comm, reducer, b, x):
-    out = []
-
-    async def run():
-        out.append((await reducer.mean(b, x, comm)).mean.clone())
-
-    pipeline = Pipeline()
-    pipeline.start(run())
-    pipeline.drain()
-    return out[0]
 
 
 @pytest.mark.parametrize(("name", "knobs"), UNBIASED)
@@ -44,7 +31,7 @@ def test_unbiased(name, knobs):
         b = BUCKETS[0](comm.world)
         reducer, x, means = fresh(name, {**knobs, "d": 64}), vector(b, comm.rank), []
         for b.step in range(draws):
-            means.append(once(comm, reducer, b, x.clone()))
+            means.append(reduce(comm, reducer, b, x.clone())[0])
         return x, torch.stack(means).double()
 
     results = threads.run(2, work)
@@ -86,7 +73,7 @@ def test_error_feedback_loses_nothing_over_time(name):
         for b.step in range(steps):
             x = vector(b, 10 * b.step + comm.rank)
             given += x[: b.n]
-            got += once(comm, reducer, b, x)[: b.n]
+            got += reduce(comm, reducer, b, x)[0][: b.n]
             reducer.state.commit()
         return given, got, reducer.state[0, "e"][: b.n].double()
 

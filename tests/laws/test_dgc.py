@@ -8,11 +8,10 @@ import pytest
 import torch
 
 import threads
-from laws_table import fresh, vector
+from laws_table import fresh, reduce, vector
 from paceline.bucket import Bucket
 from paceline.errors import MethodError
 from paceline.method import method
-from paceline.pipeline import Pipeline
 from rig import Rig, alone, close, data, loop, mlp, same, train, weights
 
 SHAPES = [(17, 9), (4, 3, 2)]
@@ -28,18 +27,6 @@ def heavy(nesterov):
 
 def bucket(world, *shapes, index=0):
     return Bucket(index, [(f"p{i}", torch.nn.Parameter(torch.zeros(s))) for i, s in enumerate(shapes)], world)
-
-
-def mean(comm, reducer, b, x):
-    out = []
-
-    async def run():
-        out.append((await reducer.mean(b, x, comm)).mean.clone())
-
-    pipeline = Pipeline()
-    pipeline.start(run())
-    pipeline.drain()
-    return out[0]
 
 
 class Paper:
@@ -76,7 +63,7 @@ def test_the_formulas_over_20_steps(world, knobs, shapes):
     def work(comm):
         b, reducer, means = bucket(comm.world, *shapes), fresh("dgc", {"ratio": 0.1, **knobs}), []
         for b.step in range(20):
-            means.append(mean(comm, reducer, b, vector(b, 10 * b.step + comm.rank)))
+            means.append(reduce(comm, reducer, b, vector(b, 10 * b.step + comm.rank))[0])
             reducer.state.commit()
         return torch.stack(means)
 
@@ -127,7 +114,7 @@ def test_what_waits_is_sent_when_all_is_sent(nesterov):
         b, reducer, means = bucket(comm.world, *SHAPES), fresh("dgc", {"nesterov": nesterov}), []
         for b.step in range(12):
             reducer.ratio = 1.0 if b.step in (0, 5, 6, 11) else 0.1
-            means.append(mean(comm, reducer, b, vector(b, 10 * b.step + comm.rank)))
+            means.append(reduce(comm, reducer, b, vector(b, 10 * b.step + comm.rank))[0])
             reducer.state.commit()
         return torch.stack(means)
 
@@ -146,7 +133,7 @@ def test_momentum_is_masked_where_it_was_sent_and_only_there():
         select, chosen = reducer.select, []
         reducer.select = lambda b, x: chosen.append(select(b, x)) or chosen[-1]
         for b.step in range(5):
-            mean(comm, reducer, b, vector(b, 10 * b.step + comm.rank))
+            reduce(comm, reducer, b, vector(b, 10 * b.step + comm.rank))
             reducer.state.commit()
             sent = torch.zeros(b.n, dtype=torch.bool).index_fill_(0, chosen[-1], True)
             assert sent.sum() == 16 + 3
@@ -166,7 +153,7 @@ def test_clipping_is_each_tensors_own_and_by_the_root_of_the_world():
         x = torch.zeros_like(b.flat)
         x[: SHAPES[0][0] * SHAPES[0][1]] = 1e25  # the sum of its squares does not fit fp32
         x[b.slots[1].start] = 1e-3
-        return mean(comm, reducer, b, x)
+        return reduce(comm, reducer, b, x)[0]
 
     seen, b = same(threads.run(4, work)), bucket(4, *SHAPES)
     assert seen[: b.slots[0].stop].norm().item() == pytest.approx(3.0 / math.sqrt(4), rel=1e-5)

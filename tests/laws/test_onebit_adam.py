@@ -20,7 +20,7 @@ from paceline.reducers.topk import TopK
 from paceline.syncs.onebit_adam import OneBitAdam
 from paceline.syncs.qadam import QAdam
 from paceline.things import Things
-from rig import Rig, adamw, built, close, data, loop, same, weights
+from rig import Complex, Rig, adamw, built, close, data, loop, same, weights
 
 LR, EPS = 1e-2, 1e-8
 B1, B2 = 0.9, 0.999
@@ -422,15 +422,6 @@ def test_two_halves_of_a_batch_are_the_batch():
     small = [pair for x, y in batches for pair in zip(halves(x), halves(y), strict=True)]
     decayed = adam(weight_decay=0.1)  # plain Adam does not see a gradient that is twice too large
     close(train_by(one_bit, 2, small, decayed, accumulate=2), train_by(one_bit, 2, batches, decayed), tol=1e-5)
-
-
-class Complex(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w, self.b = nn.Parameter(torch.randn(6, 3, dtype=torch.complex64)), nn.Parameter(torch.randn(3))
-
-    def forward(self, x):
-        return (x.to(torch.complex64) @ self.w).abs() + self.b
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False, "weight_decay": 0.1}])

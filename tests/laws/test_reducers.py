@@ -8,28 +8,11 @@ import pytest
 import torch
 
 import threads
-from laws_table import BUCKETS, WORLDS, fresh, reducers, vector
+from laws_table import BUCKETS, WORLDS, fresh, reduce, reducers, together, vector
 from paceline.bucket import Bucket
 from paceline.method import method
-from paceline.pipeline import Pipeline
 
 cases = [(name, knobs, world) for name, knobs in reducers() for world in WORLDS]
-
-
-def reduce(comm, reducer, b, x):
-    """Run one reducer's coroutine to its end, and take its leftover at once, as its users must."""
-    out = {}
-
-    async def run():
-        reduced = await reducer.mean(b, x, comm)
-        left = reduced.left()
-        out["mean"] = reduced.mean.clone()
-        out["left"] = torch.zeros_like(out["mean"]) if left is None else left.clone()
-
-    pipeline = Pipeline()
-    pipeline.start(run())
-    pipeline.drain()
-    return out["mean"], out["left"]
 
 
 @pytest.mark.parametrize(("name", "knobs", "world"), cases)
@@ -118,15 +101,8 @@ def test_mine_is_my_slice_of_the_mean(name, knobs, world):
     def work(comm):
         b = BUCKETS[0](comm.world)
         mean, _ = reduce(comm, fresh(name, knobs), b, vector(b, comm.rank))
-        out = []
-
-        async def mine():
-            out.append((await fresh(name, knobs).mine(b, vector(b, comm.rank), comm)).mean)
-
-        pipeline = Pipeline()
-        pipeline.start(mine())
-        pipeline.drain()
-        return mean, out[0]
+        [mine] = together(fresh(name, knobs).mine(b, vector(b, comm.rank), comm))
+        return mean, mine.mean
 
     for rank, (mean, mine) in enumerate(threads.run(world, work)):
         torch.testing.assert_close(mine, mean.view(world, -1)[rank], rtol=1e-5, atol=1e-6)

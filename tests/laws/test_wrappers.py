@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 import threads
-from laws_table import BUCKETS, fresh, vector
+from laws_table import BUCKETS, fresh, together, vector
 from paceline.bucket import Bucket, cut
 from paceline.errors import MethodError, MismatchError
 from paceline.method import Method, method
 from paceline.parts import Reduced, Reducer
-from paceline.pipeline import Pipeline
 from paceline.reducers.dgc import DGC
 from paceline.reducers.error_feedback import ErrorFeedback
 from paceline.reducers.exact import Exact
@@ -31,19 +30,6 @@ from rig import Rig, data, loop, mlp, same
 
 def plain(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def run(*coroutines):
-    """All of them under way at once, as buckets are; what each gave."""
-    out, pipeline = [None] * len(coroutines), Pipeline()
-
-    async def keep(i, coroutine):
-        out[i] = await coroutine
-
-    for i, coroutine in enumerate(coroutines):
-        pipeline.start(keep(i, coroutine))
-    pipeline.drain()
-    return out
 
 
 # ---------------------------------------------------------------------------------------------------- warmup
@@ -121,7 +107,7 @@ def test_buckets_under_way_together_have_each_their_own_value():
         buckets = [BUCKETS[0](comm.world) for _ in range(3)]
         for i, b in enumerate(buckets):
             b.index, b.step = i, 4 * i
-        run(*(whole.mean(b, vector(b, comm.rank), comm) for b in buckets))
+        together(*(whole.mean(b, vector(b, comm.rank), comm) for b in buckets))
         assert (str(Method(reducer=whole)), whole.config()) == before
         assert spy.ratio == 0.001
         for b, value in zip(buckets, (0.251189, 0.015849, 0.001), strict=True):
@@ -143,7 +129,7 @@ def test_bytes_follow_the_schedule_and_nothing_is_lost(name):
         for b.step in range(8):
             before, x = comm.sent, vector(b, 10 * b.step + comm.rank)
             given += x[: b.n]
-            got += run(whole.mean(b, x, comm))[0].mean[: b.n]
+            got += together(whole.mean(b, x, comm))[0].mean[: b.n]
             for part in whole.parts():
                 part.state.commit()
             assert comm.sent - before == whole.sends(b, comm.world)
@@ -260,7 +246,7 @@ def test_what_was_committed_is_never_written_to(reducer, shape):
         for step in range(3):
             before = [{k: (v, v.clone()) for k, v in part.state.real.items()} for part in own.parts()]
             x = vector(b, 5 * step + comm.rank)
-            given = run(own.mean(b, x, comm))[0].mean
+            given = together(own.mean(b, x, comm))[0].mean
             for part in own.parts():
                 part.state.commit()
             kept = [v.clone() for part in own.parts() for v in part.state.values()]
@@ -289,7 +275,7 @@ def test_what_is_left_is_made_of_the_one_vector_it_allocates(dtype):
         for step in range(2):
             x = vector(b, step)
             e = own.state.get((0, "e"), 0.0)
-            mean = run(own.mean(b, x.clone(), comm))[0].mean
+            mean = together(own.mean(b, x.clone(), comm))[0].mean
             assert mean.dtype == dtype
             assert own.state[0, "e"].dtype == torch.float32
             assert own.state[0, "e"].data_ptr() == given[-1][0].data_ptr()
@@ -311,7 +297,7 @@ def test_e_is_over_once_everything_is_sent():
         for b.step in range(4):
             x = vector(b, 10 * b.step + comm.rank)
             given += x[: b.n]
-            got += run(own.mean(b, x, comm))[0].mean[: b.n]
+            got += together(own.mean(b, x, comm))[0].mean[: b.n]
             own.state.commit()
         return given, got
 
@@ -449,12 +435,12 @@ def test_error_feedback_works_in_old_memory_and_never_in_what_a_rollback_needs()
         b = BUCKETS[0](comm.world)
         reducer = ErrorFeedback(of=TopK(ratio=0.1))
         for step in range(4):
-            run(reducer.mean(b, vector(b, step), comm))
+            together(reducer.mean(b, vector(b, step), comm))
             reducer.state.commit()
         real = reducer.state[0, "e"].clone()
         for _ in range(2):
             for step in range(3):
-                run(reducer.mean(b, vector(b, 10 + step), comm))
+                together(reducer.mean(b, vector(b, 10 + step), comm))
                 assert torch.equal(reducer.state.real[0, "e"], real)
             reducer.state.rollback()
             assert torch.equal(reducer.state[0, "e"], real)
