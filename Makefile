@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 SETUP := $(VENV)/.done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu lint format bench data clean
+.PHONY: help setup demo test test-slow test-gpu lint format bench bench-accuracy data clean
 
 help:  ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 setup: $(SETUP)  ## .venv with pinned dependencies
 $(SETUP): pyproject.toml constraints.txt
@@ -19,7 +19,7 @@ $(SETUP): pyproject.toml constraints.txt
 
 demo: $(SETUP)  ## the main job: a race on the text task over a 100 Mbit/s link, report.html
 	$(BIN)/paceline race text --workers 2 --link 100mbit --steps 20 \
-		--methods floor,torch:ddp,torch:fp16,torch:powersgd,exact,half --json race.json --html report.html \
+		--methods floor,torch:ddp,torch:fp16,torch:powersgd,exact,half,powersgd --json race.json --html report.html \
 		-- --eval-every 5
 
 test: $(SETUP) lint  ## lint, then all tests that need no GPU and no patience
@@ -42,7 +42,12 @@ format: $(SETUP)  ## ruff, changing files
 
 bench: $(SETUP)  ## the figures behind the docs (tens of minutes; leave the machine alone meanwhile)
 	$(BIN)/python bench/telemetry.py --out bench/results/telemetry.json
+	$(BIN)/python bench/reducers.py --out bench/results/reducers.json
 	$(BIN)/python bench/parity.py --out bench/results/parity.json
+
+bench-accuracy: $(SETUP)  ## seconds to a target accuracy, every reducer on four links (two hours; can be interrupted)
+	$(BIN)/python bench/time_to_accuracy.py --out bench/results/time_to_accuracy.json --plot docs/methods/plots
+	$(BIN)/python bench/pages.py
 
 data:  ## Fashion-MNIST for the task `fashion` (Debian, root)
 	apt-get install -y dataset-fashion-mnist

@@ -39,7 +39,9 @@ class Exchange:
             g.mul_(scale)
 
     async def mean(self, b: Bucket, x: Tensor) -> Tensor:
-        """The mean of x over the workers, as well as the reducer knows it. x may be overwritten."""
+        """The mean of x over the workers, as well as the reducer knows it. x may be overwritten, and so may the mean in
+        the next step: copy what is to stay.
+        """
         return (await self.method.reducer.mean(b, x, self.comm)).mean
 
     async def mine(self, b: Bucket, x: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class ErrorFeedback(Reducer):
     def _spare(self, b: Bucket, x: Tensor, e: Tensor | None) -> Tensor:
         """A vector to work in: the e before this one, if the commit has let it go. See Reducer.scratch for why."""
         before: dict[int, Tensor | None] = vars(self).setdefault("_before", {})
-        spare, before[b.index] = before.get(b.index), e
+        spare, before[b.index] = before.get(b.index), None if x.is_cuda else e
         if spare is None or spare is e or spare is self.state.real.get((b.index, "e")) or spare.shape != x.shape:
             return torch.empty_like(x, dtype=torch.float32)
         return spare
