@@ -87,7 +87,7 @@ def add_blocks(into: Tensor, coded: Tensor, code: Code, *, factor: float, keep: 
 
 
 def encode_bytes(rows: Tensor) -> Tensor:
-    """As minmax.encode, bit for bit, but that rows of less than fp32 are not rounded to their type in between."""
+    """As minmax.encode, bit for bit."""
     rows = rows.float() if rows.dtype == torch.float64 else rows
     W, n = rows.shape
     if n % 4:  # rows that are not whole words; a bucket's slices are
