@@ -56,7 +56,8 @@ PAPERS = ("exact", "half", "int8", "qsgd", "nuqsgd", "sign", "topk", "randomk", 
 # name: (method, knobs). What we would set for these tasks, found by trying.
 TUNED: dict[str, tuple[str, dict[str, Any]]] = {
     "powersgd rank=8": ("powersgd", {"rank": 8}),
-    "topk ratio=0.02": ("topk", {"ratio": 0.02}),
+    "powersgd bf16": ("powersgd", {"wire": "bf16"}),
+    "topk ratio=0.1": ("topk", {"ratio": 0.1}),
     "qsgd bits=8": ("qsgd", {"bits": 8}),
 }
 TORCH = ("torch:ddp", "torch:fp16", "torch:powersgd")

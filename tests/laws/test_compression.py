@@ -129,6 +129,31 @@ def test_save_and_load_goes_on_bit_equal_in_another_cut(name):
     close(parted, whole, tol=1e-6 if name != "sign" else 5e-2)  # sign's blocks are a bucket's, not a parameter's
 
 
+@pytest.mark.parametrize(("knobs", "tolerance"), [({}, 1e-5), ({"share": 0.1}, 1e-5), ({"wire": "bf16"}, 2.0**-8)])
+def test_powersgd_in_fp32_loses_nothing(knobs, tolerance):
+    """The law's tolerance is that of bf16 on the wire; fp32 is held to less here."""
+
+    def work(comm):
+        b, reducer = BUCKETS[3](comm.world), fresh("powersgd", knobs)
+        out = []
+        for b.step in range(3):
+            x = vector(b, 10 * b.step + comm.rank)
+            out.append((x.clone(), *reduce(comm, reducer, b, x)))
+            reducer.state.commit()
+        return out
+
+    for step in zip(*threads.run(3, work), strict=True):
+        x, mean, left = (torch.stack([r[i] for r in step]).double() for i in range(3))
+        assert (x.mean(0) - mean[0] - left.mean(0)).abs().max() <= tolerance * x.abs().max()
+
+
+def test_powersgd_ranks_by_share():
+    """Each matrix gets the rank whose two factors are that share of its bytes, and at least one."""
+    b = BUCKETS[3](2)
+    assert [fresh("powersgd", {"share": s})._rank(b.slots[0]) for s in (0.01, 0.1, 0.5, 1.0)] == [1, 4, 21, 42]
+    assert fresh("powersgd", {"share": 1.0}).sends(b, 2) <= b.flat.nbytes
+
+
 def test_recipes_and_what_is_refused():
     assert str(method("topk")).startswith("error_feedback(of=topk")
     assert method("powersgd", rank=2).reducer.of.rank == 2

@@ -1,7 +1,7 @@
 """The entries of largest magnitude, in plain torch.
 
-[Note: threshold] Selecting k of n exactly is many passes. A small sample says about where the k-th largest lies;
-one pass finds the few entries above that, and only they are looked at closely.
+[Note: threshold] Selecting k of n exactly is many passes. A small sample says about where the k-th largest lies:
+one pass finds the entries that may be among them, and only the few near the border are looked at closely.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ FEW = 1 << 14  # elements that are not worth a threshold
 
 def exact(x: Tensor, k: int) -> Tensor:
     """The places of the k entries of largest magnitude."""
-    if x.is_cuda or x.numel() <= FEW or 8 * k > x.numel():
+    if x.is_cuda or x.numel() <= FEW or 2 * k > x.numel():
         return x.abs().topk(k, sorted=False).indices
     places = _over(x, threshold(x, k, spare=4.0))
-    if len(places) < k:  # the sample was not like the rest
+    size = x.index_select(0, places).abs_()
+    sure = size > threshold(x, k, spare=-4.0)  # of the few that are neither above nor below both, the largest
+    lacking = k - int(sure.sum())
+    if len(places) < k or lacking < 0:  # the sample was not like the rest
         return x.abs().topk(k, sorted=False).indices
-    return places[x[places].abs_().topk(k, sorted=False).indices]
+    return torch.cat([places[sure], places[~sure][size[~sure].topk(lacking, sorted=False).indices]])
 
 
 def sampled(x: Tensor, k: int) -> Tensor:
@@ -32,13 +35,13 @@ def sampled(x: Tensor, k: int) -> Tensor:
     the next step, if they are too few the first of the others are taken with them.
     """
     if x.numel() <= FEW or 8 * k > x.numel():
-        return x.abs().topk(k, sorted=False).indices
+        return exact(x, k)
     tau = threshold(x, k, spare=-1.0)
     places = _over(x, tau)
     if len(places) < k:
         others = (x[: 8 * k].abs() <= tau).nonzero().view(-1)
         places = torch.cat([places, others[: k - len(places)]])
-    return places[:k] if len(places) >= k else x.abs().topk(k, sorted=False).indices
+    return places[:k] if len(places) >= k else exact(x, k)
 
 
 def threshold(x: Tensor, k: int, spare: float) -> Tensor:

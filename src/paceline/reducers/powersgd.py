@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -29,14 +29,13 @@ class PowerSGD(Reducer):
 
     name: ClassVar[str] = "powersgd"
     paper: ClassVar[str] = "Vogels, Karimireddy, Jaggi, PowerSGD, NeurIPS 2019"
-    formula: ClassVar[str] = "2·4·(W−1)/W · (Σ r·(n+m) over matrices + the rest whole)"
+    formula: ClassVar[str] = "2·w·(W−1)/W · (Σ r·(n+m) over matrices + the rest whole), w = 4 bytes, or 2 in bf16"
     gives: ClassVar[frozenset[str]] = frozenset({"leftover", "whole matrices"})
-    tolerance: ClassVar[float] = 1e-5
+    tolerance: ClassVar[float] = 2.0**-8  # in bf16 sums are rounded as they go; in fp32 it is 1e-5
 
     rank: int = knob(4, "higher: nearer to the exact mean, more bytes", low=1, high=4096)
-    share: float = knob(
-        0.0, "if not 0: each matrix gets the rank that takes this share of its bytes", low=0.0, high=1.0
-    )
+    share: float = knob(0.0, "if not 0: each matrix's rank is what takes this share of its bytes", low=0.0, high=1.0)
+    wire: Literal["fp32", "bf16"] = knob("fp32", "bf16: half the bytes again; P, Q and the rest rounded to 8 bits")
     seed: int = knob(0, "of the first Q, the same on all workers", low=0)
 
     def recipe(self) -> dict[str, Part]:
@@ -50,10 +49,11 @@ class PowerSGD(Reducer):
         M = [flat[s.start : s.stop].view(_shape(s)) for s in thin]
         Qt = [self._start(s) for s in thin]
         first = [m @ qt.T for m, qt in zip(M, Qt, strict=True)] + [flat[s.start : s.stop] for s in whole]
-        averaged = _cut(await comm.mean(_join(first, flat)), first)
+        first = self._rounded(first)
+        averaged = _cut(await comm.mean(self._join(first, flat)), first)
         P = [_orthonormal(p) for p in averaged[: len(thin)]]
-        mine = [(p / len(p)).T @ m for p, m in zip(P, M, strict=True)]
-        Qt = _cut(await comm.mean(_join(mine, flat)), mine)
+        mine = self._rounded([(p / len(p)).T @ m for p, m in zip(P, M, strict=True)])
+        Qt = _cut(await comm.mean(self._join(mine, flat)), mine)
         mean = self.scratch(b, flat)
         mean[b.n :] = 0.0
         for s, p, qt in zip(thin, P, Qt, strict=True):
@@ -65,8 +65,8 @@ class PowerSGD(Reducer):
         def left() -> Tensor:
             for m, p, qt in zip(M, P, mine, strict=True):
                 m.addmm_(p, qt, alpha=-1.0)
-            for s in whole:
-                flat[s.start : s.stop] = 0.0
+            for s, v in zip(whole, first[len(thin) :], strict=True):
+                flat[s.start : s.stop] -= v
             return flat
 
         return Reduced(mean.to(x.dtype), left)
@@ -74,10 +74,8 @@ class PowerSGD(Reducer):
     def _split(self, b: Bucket) -> tuple[list[Slot], list[Slot]]:
         """Which tensors gain from two thin factors, and which do not."""
         some = [s for s in b.slots if s.stop > s.start]
-        gains = [s.param.dim() > 1 and self._rank(s) * sum(_shape(s)) < s.stop - s.start for s in some]
-        return [s for s, g in zip(some, gains, strict=True) if g], [
-            s for s, g in zip(some, gains, strict=True) if not g
-        ]
+        thin = [s for s in some if s.param.dim() > 1 and self._rank(s) * sum(_shape(s)) < s.stop - s.start]
+        return thin, [s for s in some if s not in thin]
 
     def _rank(self, s: Slot) -> int:
         n, m = _shape(s)
@@ -97,7 +95,16 @@ class PowerSGD(Reducer):
         thin, whole = self._split(b)
         first = sum(_shape(s)[0] * self._rank(s) for s in thin) + sum(s.stop - s.start for s in whole)
         second = sum(_shape(s)[1] * self._rank(s) for s in thin)
-        return sum(2 * 4 * n * (world - 1) // world for n in (first, second))
+        size = 2 if self.wire == "bf16" else 4
+        return sum(2 * size * n * (world - 1) // world for n in (first, second))
+
+    def _rounded(self, parts: list[Tensor]) -> list[Tensor]:
+        """What the others will get of them."""
+        return [p.bfloat16().float() for p in parts] if self.wire == "bf16" else parts
+
+    def _join(self, parts: list[Tensor], like: Tensor) -> Tensor:
+        whole = torch.cat([p.reshape(-1) for p in parts]) if parts else like.new_zeros(0)
+        return whole.bfloat16() if self.wire == "bf16" else whole
 
 
 def _shape(s: Slot) -> tuple[int, int]:
@@ -114,9 +121,6 @@ def _orthonormal(p: Tensor) -> Tensor:
     return q.mul_(len(q) ** 0.5)
 
 
-def _join(parts: list[Tensor], like: Tensor) -> Tensor:
-    return torch.cat([p.reshape(-1) for p in parts]) if parts else like.new_zeros(0)
-
-
 def _cut(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    return [piece.view_as(p) for piece, p in zip(flat.split([p.numel() for p in like]), like, strict=True)]
+    pieces = flat.float().split([p.numel() for p in like])
+    return [piece.view_as(p) for piece, p in zip(pieces, like, strict=True)]
