@@ -8,7 +8,9 @@ steps    how many steps a method takes to the target, for each task, number of w
          real processes on this machine's loopback. torch:ddp takes as many as exact: it is the same mean
          (tests/oracle/test_ddp.py). Buckets are as small as a slow link makes them, because some reducers round a
          bucket at a time.
-time     the median step, for each task, number of workers and link: methods take turns, as in `paceline race`.
+time     the median step, for each task, number of workers and link: methods take turns, as in `paceline race`. `floor`,
+         which sends nothing, runs with them: by its steps the summary takes out what the machine itself was slower on
+         one link's turn than on another's.
 confirm  the whole run on the link itself, for the best of ours on each link and for exact without a limit.
 
 Seconds to the target are steps × step time, and said to be so; only those of `confirm` are measured as a whole. A
@@ -61,6 +63,7 @@ TUNED: dict[str, tuple[str, dict[str, Any]]] = {
     "qsgd bits=8": ("qsgd", {"bits": 8}),
 }
 TORCH = ("torch:ddp", "torch:fp16", "torch:powersgd")
+YARDSTICK = "floor"
 SAME_STEPS = {"torch:ddp": "exact"}
 
 SMALL_BUCKET_MB = Settings().bucket_bytes(slow_link=True) / 2**20
@@ -250,7 +253,7 @@ def _now() -> str:
 
 def names(task: str) -> list[str]:
     """Who runs on this task; exact first, since it says how long the others may take."""
-    return [name for name in (*PAPERS, *TUNED, *TORCH) if spec(name)[0] not in TASKS[task].without]
+    return [name for name in (YARDSTICK, *PAPERS, *TUNED, *TORCH) if spec(name)[0] not in TASKS[task].without]
 
 
 def steps_of(book: Book, task: str, workers: int, name: str) -> list[Cell]:
@@ -305,8 +308,21 @@ def best_of_ours(cells: Iterable[Cell]) -> Cell | None:
     return min(ours, key=lambda cell: float(cell["seconds"]), default=None)
 
 
+def slower(book: Book, task: str, workers: int, link: str) -> float:
+    """How much slower the machine itself was on this link's turn than on the unlimited one's."""
+    ms = {
+        one: cell["step_ms"]
+        for one in (link, "unlimited")
+        for cell in book.find("time", task=task, workers=workers, link=one, method=YARDSTICK)
+        if cell.get("step_ms")
+    }
+    return ms[link] / ms["unlimited"] if len(ms) == 2 else 1.0
+
+
 def summary(book: Book) -> Iterator[Cell]:
-    """For each link the best of ours over exact without a limit: by steps × step time, and measured as a whole."""
+    """For each link the best of ours over exact without a limit: by steps × step time at the same speed of the machine,
+    and measured as a whole.
+    """
     known = list(estimates(book))
     for task, workers in sorted({(cell["task"], cell["workers"]) for cell in known}):
         here = [cell for cell in known if (cell["task"], cell["workers"]) == (task, workers)]
@@ -319,12 +335,14 @@ def summary(book: Book) -> Iterator[Cell]:
                 continue
             ran = book.find("confirm", **where, method=best["method"], link=link)
             both = whole and ran and whole[0]["seconds"] and ran[0]["seconds"]
+            machine = slower(book, task, workers, link)
             yield {
                 **where,
                 "link": link,
                 "best": best["method"],
                 "seconds": best["seconds"],
-                "over_exact_unlimited": round(best["seconds"] / base, 3) if base else None,
+                "machine_slower": round(machine, 3),
+                "over_exact_unlimited": round(best["seconds"] / machine / base, 3) if base else None,
                 "goal": GOALS.get(link),
                 "measured_seconds": ran[0]["seconds"] if ran else None,
                 "measured_over_exact_unlimited": round(ran[0]["seconds"] / whole[0]["seconds"], 3) if both else None,
@@ -417,7 +435,7 @@ def fill_steps(
 ) -> None:
     for seed, name in itertools.product(seeds, chosen):
         key = {"task": task, "method": name, "workers": workers, "seed": seed}
-        if name in SAME_STEPS or book.known("steps", **key):
+        if name in (*SAME_STEPS, YARDSTICK) or book.known("steps", **key):
             continue
         if any(c.get("steps") is None and not c["error"] for c in steps_of(book, task, workers, name)):
             continue  # an earlier seed had all its steps and did not get there
@@ -463,7 +481,7 @@ def main() -> None:
     result.check_writable(args.out)
     book = Book(args.out)
     for part, task, workers in itertools.product(parts, tasks, [int(w) for w in args.workers.split(",")]):
-        chosen = [n for n in names(task) if args.methods is None or n in args.methods.split(",")]
+        chosen = [n for n in names(task) if args.methods is None or n in (YARDSTICK, *args.methods.split(","))]
         seeds = [int(s) for s in args.seeds.split(",")] if args.seeds else SEEDS.get(workers, (0,))
         if part == "steps":
             fill_steps(book, task, workers, seeds, chosen, args.patience)
