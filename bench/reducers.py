@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from paceline.bucket import Bucket
 from paceline.comm import Alone
 from paceline.kernels import Code, add_blocks, add_bytes, encode_blocks, encode_bytes, key, largest
 from paceline.pipeline import Pipeline
-from paceline.race.result import _commit, machine
+from paceline.race.result import commit, machine
 from paceline.reducers.powersgd import PowerSGD
 
 N = 10_000_000 // 1024 * 1024
@@ -183,8 +184,8 @@ def main() -> None:
     result = {
         "bench": "reducers",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
-        "machine": _machine(),
+        "commit": commit(),
+        "machine": msgspec.to_builtins(machine()),
         "torch": str(torch.__version__),
         "elements": N,
         "rows": rows,
@@ -192,11 +193,6 @@ def main() -> None:
     }
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def _machine() -> dict[str, Any]:
-    m = machine()
-    return {"cores": m.cores, "cpu": m.cpu, "memory_gb": m.memory_gb}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Seconds until a model is good enough, for every reducer, beside torch, on four links.
 
-    python bench/time_to_accuracy.py --out bench/results/time_to_accuracy.json --plot bench/plots
+    python bench/time_to_accuracy.py --out bench/results/time_to_accuracy.json --plot docs/methods/plots
 
 A synchronous method's trajectory does not depend on the link: only the time of a step does. So the grid is cut in two.
 

@@ -62,7 +62,7 @@ def describe(
         machine=machine(),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=shlex.join(["paceline", *arguments]),
-        commit=_commit(),
+        commit=commit(),
         task=task,
         workers=workers,
         link=link,
@@ -122,7 +122,7 @@ def _cpu_model() -> str:
     return next(named, "")
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The commit of the sources this runs from; None for an installed package."""
     # An installed package may lie inside somebody else's repository, in a virtual environment: not its commit.
     tracked = _git("ls-files", "--error-unmatch", Path(__file__).name)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.knobs import knob
 from paceline.parts import KEEPS, Comm, Part, Reduced
-from paceline.reducers.topk import TopK
+from paceline.reducers.topk import TopK, dense
 from paceline.reducers.warmup import Warmup
 from paceline.registry import register
 
@@ -90,4 +90,4 @@ class DGC(TopK):
         return self.ratio == 1.0 or b.slots[0].param.dim() < 2
 
     def sends(self, b: Bucket, world: int) -> int:
-        return 2 * 4 * b.flat.numel() * (world - 1) // world if self._whole(b) else super().sends(b, world)
+        return dense(b, world) if self._whole(b) else super().sends(b, world)

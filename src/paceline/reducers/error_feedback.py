@@ -42,6 +42,7 @@ class ErrorFeedback(Reducer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._before: dict[int, Tensor | None] = {}  # bucket -> the e before this one
         if self.anyway:
             vars(self)["refuses"] = {fact: why for fact, why in self.refuses.items() if fact != "unbiased"}
 
@@ -63,8 +64,7 @@ class ErrorFeedback(Reducer):
 
     def _spare(self, b: Bucket, x: Tensor, e: Tensor | None) -> Tensor:
         """A vector to work in: the e before this one, if the commit has let it go. See Reducer.scratch for why."""
-        before: dict[int, Tensor | None] = vars(self).setdefault("_before", {})
-        spare, before[b.index] = before.get(b.index), None if x.is_cuda else e
+        spare, self._before[b.index] = self._before.get(b.index), None if x.is_cuda else e
         if spare is None or spare is e or spare is self.state.real.get((b.index, "e")) or spare.shape != x.shape:
             return torch.empty_like(x, dtype=torch.float32)
         return spare

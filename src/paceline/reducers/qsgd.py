@@ -38,4 +38,5 @@ class QSGD(Coded):
         return Code("uniform", self.bits, self.d, self.norm)
 
     def key(self, b: Bucket, rank: int) -> int:
+        """A step that is redone throws the same again."""
         return key(self.seed, rank, b.index, b.step)

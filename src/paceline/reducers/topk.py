@@ -42,7 +42,7 @@ class TopK(Reducer):
         return {"reducer": ErrorFeedback(of=self)}
 
     async def mean(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
-        if self._dense_is_less(b, comm.world):
+        if self._sparse(b, comm.world) > dense(b, comm.world):
             return Reduced((await comm.mean(x.float())).to(x.dtype))
         where = self.select(b, x)
         mine = torch.stack([x.index_select(0, where).float().view(torch.int32), where.int()])
@@ -61,12 +61,13 @@ class TopK(Reducer):
     def _k(self, numel: int) -> int:
         return max(1, math.ceil(self.ratio * numel))
 
-    def _dense_is_less(self, b: Bucket, world: int) -> bool:
-        """Would all of it, summed on the way, be fewer bytes?"""
-        return self._sparse(b, world) > 2 * 4 * b.flat.numel() * (world - 1) // world
-
     def _sparse(self, b: Bucket, world: int) -> int:
         return (world - 1) * 8 * sum(self._k(s.stop - s.start) for s in b.slots if s.stop > s.start)
 
     def sends(self, b: Bucket, world: int) -> int:
-        return min(self._sparse(b, world), 2 * 4 * b.flat.numel() * (world - 1) // world)
+        return min(self._sparse(b, world), dense(b, world))
+
+
+def dense(b: Bucket, world: int) -> int:
+    """The bytes of all of it, summed on the way."""
+    return 2 * 4 * b.flat.numel() * (world - 1) // world
