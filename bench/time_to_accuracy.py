@@ -218,7 +218,7 @@ class Book:
 
     def add(self, part: str, key: dict[str, Any], cell: Cell) -> None:
         self.cells[part] = [c for c in self.cells[part] if any(c[k] != v for k, v in key.items())]
-        self.cells[part].append({**key, "date": _now(), "commit": self.here.commit, **cell})
+        self.cells[part].append({**key, "date": _now(), "commit": self.here.commit, "cpu": self.here.machine.cpu, **cell})
         self.write()
         words = " ".join(f"{value}" for value in key.values())
         shown = {

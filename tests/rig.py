@@ -57,6 +57,7 @@ class Rig:
             recorder=self.recorder,
             settings=Settings(**settings),
             pack=[] if pack is None else pack,
+            background=ThreadComm(comm.room, comm.rank, f"background of {comm.name}"),
         )
 
     def shares(self, size: int) -> list[int]:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 import zlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline import hooks
+from paceline import consensus, hooks
 from paceline.engine import Engine
 from paceline.environment import Environment
 from paceline.errors import MethodError, UsageError, differ, nearest
@@ -115,6 +116,7 @@ def _engines(session: Session, things: Things, method: Method, settings: Setting
             pack=session.pack,
             buffers=i == 0,
             slow_link=session.link_mbit < SLOW_MBIT,
+            background=session.world.lane(f"background {len(session.pack)}") if own.sync.background else None,
         )
         session.engines[id(optimizer)] = engine
         session.kept.append(optimizer)
@@ -133,6 +135,7 @@ def assemble(
     pack: list[Engine],
     buffers: bool = True,
     slow_link: bool = False,
+    background: Comm | None = None,
 ) -> Engine:
     """An engine over one optimizer's parameters, hooked up. `pack` is all engines of this worker."""
     method.check(things.facts(optimizer))
@@ -149,6 +152,7 @@ def assemble(
         guard=settings.guard,
         bucket_bytes=bucket_bytes,
         first_bytes=min(bucket_bytes, 1 << 20) if slow_link or gpu else bucket_bytes,
+        background=background,
     )
     hooks.attach(engine, things.models, optimizer, pack=pack, scaler=things.scalers[0] if things.scalers else None)
     return engine
@@ -231,6 +235,29 @@ def log(**metrics: Any) -> None:
 def untimed() -> AbstractContextManager[None]:
     """What happens inside (evaluation, saving) does not count as training time."""
     return _session.recorder.untimed() if _session else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def agreed(*, wait: bool = True) -> Iterator[None]:
+    """Inside, the weights are those that all workers agree on; after it, this worker's own again.
+
+    For evaluation and saving with methods that let the workers' weights differ (local_sgd, sma, gossip, ...): worker
+    0's own weights are one rider's, not the group's. Every worker must enter. Under methods whose replicas always agree
+    it does nothing and costs nothing.
+
+    wait=False: where workers keep their own pace (async_average, ...), wait for nobody and leave this worker's weights
+    as they are. For an evaluation in the middle of training, which would otherwise make the fast wait for the slow.
+    """
+    with contextlib.ExitStack() as stack:
+        for engine in _session.pack if _session else ():
+            if wait or not engine.method.sync.own_pace:
+                stack.enter_context(consensus.agreed(engine))
+        yield
+
+
+def own_pace() -> bool:
+    """Do the workers keep their own pace? Then nothing in the loop may wait for all of them."""
+    return any(engine.method.sync.own_pace for engine in _session.pack) if _session else False
 
 
 def hold(optimizer: Optimizer) -> AbstractContextManager[None]:

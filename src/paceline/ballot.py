@@ -12,6 +12,9 @@ wait.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -87,3 +90,61 @@ def _same_step(stamps: list[float]) -> None:
         do="call backward and step equally often on every worker",
         worker=odd,
     )
+
+
+class Poll:
+    """What the workers know of one backward: by whisper where that is enough, else by ballot."""
+
+    def __init__(self, comm: Comm, *, guard: bool, whispers: bool) -> None:
+        self.comm, self.guard, self.whispers = comm, guard, whispers
+        self.ballot: Ballot | None = None
+        self._extremes: list[Tensor] = []
+        self._last: Bucket | None = None  # the bucket that carries the whisper
+        self._at = (0, 0)
+
+    def begin(self, step: int, backwards: int) -> None:
+        self._at = (step, backwards)
+        self._extremes.clear()
+        self.ballot = self._last = None
+
+    def look(self, b: Bucket) -> None:
+        """A bucket is about to leave."""
+        if self.guard:
+            self._extremes += torch.aminmax(b.flat)  # NaN and infinity show in them; the cheapest pass there is
+
+    def close(self, b: Bucket, buckets: list[Bucket]) -> None:
+        """... and it is the last one."""
+        if self.whispers and not b.flat.is_cuda and b.flat.itemsize >= 4:
+            self._last = b
+            whisper(b, step=self._at[0], backwards=self._at[1], trouble=self._trouble(buckets))
+
+    def _trouble(self, buckets: list[Bucket]) -> bool:
+        """Is there anything the other workers must know of?"""
+        absent = any(s.param.requires_grad and not s.arrived for b in buckets for s in b.slots)
+        return absent or not all(math.isfinite(x) for x in self._extremes)
+
+    def call(self, buckets: list[Bucket]) -> None:
+        """All have left: vote now, unless it was whispered."""
+        if self._last is None:
+            self._vote(buckets)
+
+    def used(self, buckets: list[Bucket]) -> list[list[bool]]:
+        """All have come back: for each bucket, which of its parameters got a gradient from anyone."""
+        if self._last and not all_well(self._last):
+            self._vote(buckets)
+        return self.ballot.used() if self.ballot else [[s.arrived for s in b.slots] for b in buckets]
+
+    def _vote(self, buckets: list[Bucket]) -> None:
+        step, backwards = self._at
+        self.ballot = Ballot(self.comm, buckets, self._extremes, step=step, backwards=backwards)
+
+    def bad(self) -> list[int]:
+        return self.ballot.bad() if self.ballot else []
+
+    def bad_alone(self, params: Iterable[Tensor]) -> list[int]:
+        """Gradients that nobody else sees: this worker, if they are not finite."""
+        grads = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in params if p.grad is not None]
+        if not self.guard or not grads:
+            return []
+        largest = torch.stack([n.to(grads[0].device) for n in torch._foreach_norm(grads, math.inf)])
+        return [] if bool(largest.isfinite().all()) else [self.comm.rank]

@@ -120,6 +120,21 @@ class Bucket:
             s.view = _view(self.flat[s.start : s.stop], s.param)
             s.param.grad = None
 
+    def weights(self, out: Tensor | None = None) -> Tensor:
+        """The parameters back to back, as flat has their gradients, in fp32 at least; the padding is zero."""
+        if out is None:
+            out = torch.zeros_like(self.flat, dtype=torch.promote_types(self.flat.dtype, torch.float32))
+        torch._foreach_copy_(self.views(out), [s.param.detach() for s in self.slots])
+        return out
+
+    def write(self, x: Tensor) -> None:
+        """The parameters become what x says."""
+        torch._foreach_copy_([s.param.detach() for s in self.slots], self.views(x))
+
+    def views(self, x: Tensor) -> list[Tensor]:
+        """Each parameter's place in a vector over this bucket, in its shape."""
+        return [_view(x[s.start : s.stop], s.param) for s in self.slots]
+
     def split(self, x: Tensor) -> Iterator[tuple[str, Tensor]]:
         """A vector over this bucket, by parameter name and in the parameter's shape."""
         for s in self.slots:

@@ -3,47 +3,31 @@
 `DistComm` speaks gloo or NCCL between processes, `Alone` is a world of one; `ThreadComm` (threadcomm.py) lets
 workers be threads of one process. They count payload bytes alike, so what is counted in a test is what is sent in a
 run.
-
-[Note: waiting] A blocked gloo collective can be woken by nothing but its own deadline, and its buffer may still be
-written to after that. So a wait is cut into slices: after each the board is looked at for the cause another worker
-left there, for a worker that is gone, and for workers that wait for different things. The fast path, an operation
-that ends within its first slice, costs nothing for this.
 """
 
 from __future__ import annotations
 
 import datetime
-import time
 from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.errors import PeerError
+from paceline.waiting import Board, until
 
-SLICE_S = 0.5
 NARROW = (torch.float16, torch.bfloat16)
 # torch 2.13 has new names for these two and warns at the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Board(Protocol):
-    """Where workers leave short messages for each other beside the data: see membership/board.py."""
-
-    def agree(self, key: str, what: str, text: str) -> None: ...
-    def pulse(self, lane: str, op: int, label: str, waited_s: float) -> None: ...
-    def clear(self) -> None: ...
-    def lost(self, label: str, error: Exception) -> PeerError: ...
-
-
 class Op:
     """A Handle: awaiting it hands it to the driver, which resumes the coroutine when it is this one's turn."""
 
-    def __init__(self, wait: Callable[[], Tensor]) -> None:
-        self._wait = wait
+    def __init__(self, wait: Callable[[], Tensor], done: Callable[[], bool] = lambda: True) -> None:
+        self._wait, self.done = wait, done
 
     def wait(self) -> Tensor:
         return self._wait()
@@ -108,11 +92,17 @@ class DistComm:
     def swap(self, x: Tensor, peer: int) -> Op:
         label = self._start("swap", x, payload(x))
         out = torch.empty_like(x)
-        both = [
-            dist.irecv(out, group_src=peer, group=self.group),
-            dist.isend(x, group_dst=peer, group=self.group),
-        ]
-        return self._op(label, out, *both)
+        return self._op(label, out, *self._pass(x, peer, out, peer))
+
+    def shift(self, x: Tensor, by: int) -> Op:
+        label = self._start("shift", x, payload(x) if by % self.world else 0)
+        out = torch.empty_like(x)
+        to, source = (self.rank + by) % self.world, (self.rank - by) % self.world
+        return self._op(label, out, *self._pass(x, to, out, source)) if to != self.rank else Op(lambda: x)
+
+    def _pass(self, x: Tensor, to: int, out: Tensor, source: int) -> tuple[Any, Any]:
+        receiving = dist.irecv(out, group_src=source, group=self.group)
+        return receiving, dist.isend(x, group_dst=to, group=self.group)
 
     def broadcast(self, x: Tensor, root: int = 0) -> Op:
         label = self._start("broadcast", x, payload(x) if self.rank == root else 0)
@@ -137,40 +127,10 @@ class DistComm:
 
         def wait() -> Tensor:
             for work in works:
-                self._wait(work, label, number, blocking=not out.is_cuda)
+                until(work, self.board, self.name, number, label, blocking=not out.is_cuda)
             return out
 
-        return Op(wait)
-
-    def _wait(self, work: Any, label: str, number: int, *, blocking: bool) -> None:
-        """[Note: waiting]. On a GPU waiting only orders streams, and NCCL's own watchdog keeps the deadline."""
-        if not blocking:
-            work.wait()
-            return
-        began, slow = time.monotonic(), False
-        while True:
-            try:
-                work.wait(datetime.timedelta(seconds=SLICE_S))
-                break
-            except RuntimeError:
-                if work.is_completed():
-                    failure = _failure(work)
-                    if failure is None:
-                        break
-                    raise self.board.lost(label, failure) from None
-            slow = True
-            self.board.pulse(self.name, number, label, time.monotonic() - began)
-        if slow:
-            self.board.clear()
-
-
-def _failure(work: Any) -> Exception | None:
-    """Why a completed operation failed; None if it ended well between the time-out and the look at it."""
-    try:
-        work.wait()
-    except RuntimeError as real:
-        return real
-    return None
+        return Op(wait, lambda: all(work.is_completed() for work in works))
 
 
 class Alone:
@@ -190,6 +150,9 @@ class Alone:
         return Op(lambda: x)
 
     def broadcast(self, x: Tensor, root: int = 0) -> Op:
+        return Op(lambda: x)
+
+    def shift(self, x: Tensor, by: int) -> Op:
         return Op(lambda: x)
 
     def agree(self, what: str, text: str) -> None:

@@ -10,25 +10,22 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.ballot import Ballot, all_well, whisper
+from paceline.ballot import Poll
 from paceline.bucket import Bucket, Slot, cut
-from paceline.errors import NonFiniteError
 from paceline.exchange import Exchange
+from paceline.guard import Guard, Mode
 from paceline.method import Method
 from paceline.parts import Comm, Event, Layout, Sync
 from paceline.pipeline import Pipeline
-from paceline.telemetry import Note, Recorder, Skip
+from paceline.telemetry import Recorder
 from paceline.window import Batch, Window
-
-PATIENCE = 20  # steps in a row that may fail to count before training is given up
 
 
 class Engine:
@@ -44,31 +41,31 @@ class Engine:
         recorder: Recorder,
         buffers: Sequence[tuple[str, Tensor]] = (),
         accumulate: int = 1,
-        guard: Literal["skip", "raise", "off"] = "skip",
+        guard: Mode = "skip",
         bucket_bytes: int = 4 << 20,
         first_bytes: int = 1 << 20,
+        background: Comm | None = None,
     ) -> None:
         self.optimizer, self.named = optimizer, named
-        self.method, self.comm, self.recorder, self.guard = method, comm, recorder, guard
+        self.method, self.comm, self.recorder = method, comm, recorder
+        self.guard = Guard(guard, comm.rank, recorder)
         self.bucket_bytes, self.first_bytes = bucket_bytes, first_bytes
-        self.ex = Exchange(method, comm, optimizer)
+        self.ex = Exchange(method, comm, optimizer, recorder, background)
+        self.poll = Poll(comm, guard=guard != "off", whispers=self.ex.exact_everywhere)
         self.pipeline = Pipeline()
         self.window = Window(comm.world, accumulate)
         self.idle = comm.world == 1 and accumulate == 1  # nobody to agree with: gradients are left alone
         self.watch: Callable[[Bucket], None] = lambda b: None  # hooks.py: tell when its gradients arrive
         self.weigh: Callable[[Bucket], None] = lambda b: None  # hooks.py: multiply them by window.scale before
-        self.buckets: list[Bucket] = []
+        self.buckets = self.ex.buckets
         self.buffers = cut(buffers, comm.world, bucket_bytes)
         self.under_way = False  # a backward is
-        self.skipped = 0  # steps in a row that did not count
+        self.asked = False  # to step; hooks.py looks whether a loss scaler did
         self._trainable: list[bool] = []
         self._weighs = False  # workers' batches have differed
         self._unsent: list[Bucket] = []
-        self._extremes: list[Tensor] = []
-        self._last: Bucket | None = None  # the bucket that carries the whisper
-        self._sends = self._exchanged = self._told = False
+        self._sends = self._exchanged = False
         self._backwards = self._sent = 0
-        self._ballot: Ballot | None = None
 
     # ------------------------------------------------------------------------------------------------ before backward
 
@@ -113,8 +110,7 @@ class Engine:
     def _arm(self, *, sends: bool) -> None:
         self.under_way, self._sends = True, sends
         self._backwards += 1
-        self._extremes.clear()
-        self._ballot = self._last = None
+        self.poll.begin(self.ex.step, self._backwards)
         self._unsent = [b for b in self.buckets if b.active]
         for b in self._unsent:
             b.arm()
@@ -130,17 +126,10 @@ class Engine:
             self._unsent.remove(b)
             b.step = self.ex.step
             self._load(b)
-            if self.guard != "off":
-                self._extremes += torch.aminmax(b.flat)  # NaN and infinity show in them; the cheapest pass there is
-            if not self._unsent and self.ex.exact_everywhere and not b.flat.is_cuda and b.flat.itemsize >= 4:
-                self._last = b
-                whisper(b, step=self.ex.step, backwards=self._backwards, trouble=self._trouble())
+            self.poll.look(b)
+            if not self._unsent:
+                self.poll.close(b, self.buckets)
             self.pipeline.start(self.ex.grad(b))
-
-    def _trouble(self) -> bool:
-        """Is there anything the other workers must know of?"""
-        absent = any(s.param.requires_grad and not s.arrived for b in self.buckets for s in b.slots)
-        return absent or not all(math.isfinite(x) for x in self._extremes)
 
     def _load(self, b: Bucket) -> None:
         b.take()
@@ -158,8 +147,7 @@ class Engine:
             return
         if self._sends:
             self._send(Event.END)
-            if self._last is None:
-                self._ballot = self._vote()
+            self.poll.call(self.buckets)
             for b in self.buffers:
                 self.pipeline.start(self._agree_buffers(b))
         elif self.window.several:
@@ -174,12 +162,21 @@ class Engine:
         """Wait for the means; p.grad is then what the user sees."""
         if not self._sends:
             return
+        with self._waiting():
+            self.pipeline.drain()
+            used = self.poll.used(self.buckets)
+        if self.poll.ballot and not self.ex.exact_everywhere:
+            self._poison(self.poll.ballot.any_bad())
+        for b in self.buckets:
+            b.bind(used[b.index])
+        self._exchanged = True
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Time and bytes go to telemetry; after a failure nothing that was under way is used again."""
         began = time.perf_counter()
         try:
-            self.pipeline.drain()
-            if self._last and not all_well(self._last):
-                self._ballot = self._vote()
-            used = self._ballot.used() if self._ballot else None
+            yield
         except BaseException:
             self.pipeline.abandon()
             for b in self.buckets:
@@ -188,14 +185,6 @@ class Engine:
         self.recorder.wait_s += time.perf_counter() - began
         self.recorder.sent += self.comm.sent - self._sent
         self._sent = self.comm.sent
-        if self._ballot and not self.ex.exact_everywhere:
-            self._poison(self._ballot)
-        for b in self.buckets:
-            b.bind(used[b.index] if used else [s.arrived for s in b.slots])
-        self._exchanged = True
-
-    def _vote(self) -> Ballot:
-        return Ballot(self.comm, self.buckets, self._extremes, step=self.ex.step, backwards=self._backwards)
 
     async def _agree_buffers(self, b: Bucket) -> None:
         tensors, views = [s.param for s in b.slots], [s.view for s in b.slots]
@@ -203,9 +192,9 @@ class Engine:
         await self.method.sync.on_buffers(b, self.ex)
         torch._foreach_copy_(tensors, views)
 
-    def _poison(self, ballot: Ballot) -> None:
+    def _poison(self, bad: Tensor) -> None:
         """A reducer may hide an infinity of one worker; a loss scaler must see it on all. One element is enough."""
-        nan = torch.where(ballot.any_bad(), math.nan, 0.0)
+        nan = torch.where(bad, math.nan, 0.0)
         for b in self.buckets:
             b.flat[:1].add_(nan.to(b.flat.device))
 
@@ -213,6 +202,7 @@ class Engine:
 
     def step(self, do: Callable[[], Any]) -> Any:
         """The user called optimizer.step(); `do` is the optimizer's own."""
+        self.asked = True
         if self.idle:
             self.ex.step += 1
             return do()
@@ -223,57 +213,52 @@ class Engine:
             self._arm(sends=True)  # no gradient arrived here, or all were held back: join the others now
             self.flush()
             self.finish()
-        bad = self._ballot.bad() if self._ballot else []
+        alone = not self._exchanged
+        bad = self.poll.bad_alone(s.param for b in self.buckets for s in b.slots) if alone else self.poll.bad()
+        if alone and bad:
+            return self._make(lambda: self.guard.skipped(self.ex.step, bad, alone=True))
         if not self.method.membership.commit(not bad):
-            return self._skip(bad)
-        for part in self.method.parts():
-            part.state.commit()
-        self._tell_unused()
-        result = self.method.sync.apply(do, self.ex)
-        self._agree()
+            self._rollback()
+            return self.guard.skipped(self.ex.step, bad)
+        self.guard.counted(self.buckets)
+        return self._make(do)
+
+    def left_out(self) -> None:
+        """A loss scaler did not call `step`: it has found infinities.
+
+        Where gradients are agreed on, all workers' scalers have. Where they are this worker's own, the others go on,
+        and it must not miss what they agree on after the step.
+        """
+        if not (self.idle or self._exchanged or self.method.sync.due(self.ex.step)):
+            self._make(lambda: None)
+
+    @torch.no_grad()
+    def _make(self, do: Callable[[], Any]) -> Any:
+        """The step: of the optimizer, and of everybody together."""
+        sync, layout = self.method.sync, self.method.layout
+        if type(sync).before_step is not Sync.before_step:
+            self._together(self.ex.before_step)
+        self._commit()
+        with torch.enable_grad():
+            result = sync.apply(do, self.ex)
+        if type(sync).on_step is not Sync.on_step or type(layout).publish is not Layout.publish:
+            self._together(self.ex.after_step, buffers=not self._exchanged and sync.agrees(self.ex.step))
+            self._commit()
         self.ex.step += 1
-        self.skipped = 0
         self._over()
         return result
 
-    def _agree(self) -> None:
-        sync, layout = self.method.sync, self.method.layout
-        if type(sync).on_step is Sync.on_step and type(layout).publish is Layout.publish:
-            return  # nothing to say after a step
-        for b in self.buckets:
-            self.pipeline.start(self._publish(b))
-        self.pipeline.drain()
+    def _together(self, what: Callable[[Bucket], Coroutine[Any, None, None]], *, buffers: bool = False) -> None:
+        with self._waiting():
+            for b in self.buckets:
+                self.pipeline.start(what(b))
+            for b in self.buffers if buffers else ():
+                self.pipeline.start(self._agree_buffers(b))
+            self.pipeline.drain()
 
-    async def _publish(self, b: Bucket) -> None:
-        await self.method.layout.publish(b, self.ex)
-        await self.method.sync.on_step(b, self.ex)
-
-    def _tell_unused(self) -> None:
-        """Once, at the first step: parameters that no worker used are a mistake more often than not."""
-        if self._told:
-            return
-        self._told = True
-        names = [s.name for b in self.buckets for s in b.slots if s.param.requires_grad and s.param.grad is None]
-        if names and self.comm.rank == 0:
-            shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-            text = f"{len(names)} parameters got no gradient on any worker and stay as they are: {shown}"
-            self.recorder.emit(Note(t=time.monotonic(), text=text))
-            warnings.warn(f"paceline: {text}", stacklevel=4)
-
-    def _skip(self, bad: list[int]) -> None:
-        """A step that does not count leaves no trace."""
-        self._rollback()
-        self.skipped += 1
-        who = f"worker{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}"
-        why = f"the gradient of {who} is not finite (NaN or infinity)"
-        self.recorder.emit(Skip(t=time.monotonic(), step=self.ex.step, workers=bad, why=why))
-        if self.guard == "raise" or self.skipped >= PATIENCE:
-            raise NonFiniteError(
-                f"step {self.ex.step} does not count, {self.skipped} in a row: {why}",
-                do="look at that worker's data and loss; lower the learning rate; guard='off' turns this check off",
-            )
-        if self.comm.rank == 0 or self.comm.rank in bad:
-            warnings.warn(f"paceline: step {self.ex.step} is skipped on all workers: {why}", stacklevel=4)
+    def _commit(self) -> None:
+        for part in self.method.parts():
+            part.state.commit()
 
     def _rollback(self) -> None:
         for part in self.method.parts():
@@ -281,7 +266,8 @@ class Engine:
         self._over()
 
     def _over(self) -> None:
-        self._exchanged, self._ballot, self._backwards = False, None, 0
+        self._exchanged, self._backwards = False, 0
+        self.poll.begin(self.ex.step, 0)
         self.window.over()
         for b in self.buckets:
             b.reset()

@@ -1,9 +1,4 @@
-"""What a Sync and a Layout see: means, without knowing how they are made.
-
-[Note: loss scale] A GradScaler multiplies the loss by a scale it changes as it goes. A part that keeps something of
-one step for a later one must not mix scales, so for such a method gradients are brought to their true size before
-the sync sees them and back to scale after.
-"""
+"""What a Sync and a Layout see: means, without knowing how they are made."""
 
 from __future__ import annotations
 
@@ -15,13 +10,18 @@ from torch.optim import Optimizer
 from paceline.bucket import Bucket
 from paceline.method import Method
 from paceline.parts import KEEPS, Comm
+from paceline.telemetry import Recorder
 
 
 class Exchange:
     """This worker's side of the agreement: the method's reducer and layout over one lane."""
 
-    def __init__(self, method: Method, comm: Comm, optimizer: Optimizer) -> None:
-        self.method, self.comm, self.optimizer = method, comm, optimizer
+    def __init__(
+        self, method: Method, comm: Comm, optimizer: Optimizer, recorder: Recorder, background: Comm | None = None
+    ) -> None:
+        self.method, self.comm, self.optimizer, self.recorder = method, comm, optimizer, recorder
+        self._background = background
+        self.buckets: list[Bucket] = []
         self.step = 0  # agreed: the number of steps that have counted
         self.rank, self.world = comm.rank, comm.world
         facts = frozenset().union(*(part.facts() for part in method.axes().values()))
@@ -29,9 +29,15 @@ class Exchange:
         self.exact_everywhere = facts >= {"exact mean", "gradients agree", "whole gradients"}
         self.loss_scale: Callable[[], Tensor | None] = lambda: None  # set where a GradScaler is known
 
+    @property
+    def background(self) -> Comm:
+        """A lane beside the gradients', for a sync that asked for one (`Sync.background`)."""
+        assert self._background is not None
+        return self._background
+
     async def grad(self, b: Bucket) -> None:
         """A bucket of local gradients is full: the sync's turn, in true units where they matter."""
-        scale, g = self.loss_scale() if self.keeps else None, b.flat[: b.n]  # [Note: loss scale]
+        scale, g = self.loss_scale() if self.keeps else None, b.flat[: b.n]  # [Note: loss scale], loss_scale.py
         if scale is not None:
             g.div_(scale)
         await self.method.sync.on_grad(b, self)
@@ -55,3 +61,10 @@ class Exchange:
     async def keep(self, b: Bucket) -> None:
         """Turn the bucket's local gradients into the agreed ones, as the layout keeps them."""
         await self.method.layout.keep(b, self)
+
+    async def before_step(self, b: Bucket) -> None:
+        await self.method.sync.before_step(b, self)
+
+    async def after_step(self, b: Bucket) -> None:
+        await self.method.layout.publish(b, self)
+        await self.method.sync.on_step(b, self)

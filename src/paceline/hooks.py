@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from paceline import loss_scale
 from paceline.bucket import Bucket, Slot
 from paceline.engine import Engine
-from paceline.errors import UsageError
 
 
 def attach(
@@ -39,7 +39,7 @@ def attach(
     for model in models:
         _watch_forward(engine, model, scaler)
     if scaler is not None:
-        _wrap_scaler(engine, optimizer, scaler)
+        loss_scale.wrap(engine, optimizer, scaler)
     engine.refresh()
 
 
@@ -115,35 +115,6 @@ def _watch_forward(engine: Engine, model: torch.nn.Module, scaler: Any) -> None:
             return
         engine.refresh()
         if scaler is None and (engine.window.accumulate > 1 or engine.ex.keeps):
-            _refuse_unknown_scaler("accumulate" if engine.window.accumulate > 1 else "this method")
+            loss_scale.refuse_unknown("accumulate" if engine.window.accumulate > 1 else "this method")
 
     model.register_forward_pre_hook(before)
-
-
-def _refuse_unknown_scaler(what: str) -> None:
-    for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
-            raise UsageError(
-                f"{what} under fp16 autocast needs to know your GradScaler",
-                why="it holds gradients over several backwards, and the scaler changes their scale in between",
-                do="pass it along: model, optimizer, loader, scaler = prepare(model, optimizer, loader, scaler)",
-            )
-
-
-def _wrap_scaler(engine: Engine, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
-    """In the middle of a window there is nothing to unscale, to check or to step."""
-    step, unscale, update = scaler.step, scaler.unscale_, scaler.update
-    engine.ex.loss_scale = lambda: scaler._scale
-
-    def paced_step(opt: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return opt.step() if opt is optimizer and not engine.window.closing else step(opt, *args, **kwargs)
-
-    def paced_unscale(opt: torch.optim.Optimizer) -> None:
-        if opt is not optimizer or engine.window.closing:
-            unscale(opt)
-
-    def paced_update(*args: Any, **kwargs: Any) -> None:
-        if scaler._per_optimizer_states:  # something was checked since the last update
-            update(*args, **kwargs)
-
-    scaler.step, scaler.unscale_, scaler.update = paced_step, paced_unscale, paced_update

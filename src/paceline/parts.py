@@ -33,6 +33,7 @@ class Handle(Protocol):
     """Bytes on their way. `await` it inside a part; `wait` blocks (GPU: orders streams) and gives the result."""
 
     def wait(self) -> Tensor: ...
+    def done(self) -> bool: ...  # a matter of the clock: only for what may differ between workers
     def __await__(self) -> Generator[Any, None, Tensor]: ...
 
 
@@ -64,6 +65,9 @@ class Comm(Protocol):
 
     def swap(self, x: Tensor, peer: int) -> Handle:
         """Exchange x with one peer, which calls swap with this rank; the result is the peer's x."""
+
+    def shift(self, x: Tensor, by: int) -> Handle:
+        """Everyone passes x on to worker rank + by, around the circle; the result is worker rank - by's x."""
 
     def broadcast(self, x: Tensor, root: int = 0) -> Handle:
         """x becomes the root's x, in place."""
@@ -186,6 +190,10 @@ class Sync(Part):
 
     axis: ClassVar[str] = "sync"
 
+    own_pace: ClassVar[bool] = False  # workers do not step together: nothing may wait for all of them in a step
+    background: ClassVar[bool] = False  # it wants `ex.background`, a lane beside the gradients'
+    limit: ClassVar[Mapping[str, Any] | None] = None  # knobs at which plain SGD goes as with every_step, to rounding
+
     def due(self, step: int) -> bool:
         """Do the workers exchange gradients in this step? A pure function of the agreed step number."""
         return True
@@ -193,12 +201,26 @@ class Sync(Part):
     async def on_grad(self, b: Bucket, ex: Exchange) -> None:
         """A bucket of local gradients is full; in true units if the method keeps leftovers, whatever the loss scale."""
 
+    async def before_step(self, b: Bucket, ex: Exchange) -> None:
+        """Backward is over, the optimizer has not stepped yet, and the step will be made."""
+
     def apply(self, step: Callable[[], Any], ex: Exchange) -> Any:
         """The optimizer's own step; a sync that updates by another rule overrides it."""
         return step()
 
     async def on_step(self, b: Bucket, ex: Exchange) -> None:
         """The optimizer has updated a bucket's parameters."""
+
+    def agrees(self, step: int) -> bool:
+        """Where gradients are not exchanged: is all agreed on after this step, the module's buffers too?"""
+        return False
+
+    async def centre(self, b: Bucket, ex: Exchange) -> Tensor:
+        """The weights to evaluate and to save, where the workers' own differ."""
+        return await ex.exact(b.weights())
+
+    def settle(self, ex: Exchange) -> None:
+        """Before an evaluation, a checkpoint and the end: let what is under way arrive."""
 
     async def on_buffers(self, b: Bucket, ex: Exchange) -> None:
         """The module's floating-point buffers (BatchNorm's averages), at the end of a backward that exchanges."""

@@ -11,8 +11,40 @@ the same operations in the same order, whatever the clock does.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Coroutine, Generator
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Task(Generic[T]):
+    """A coroutine that starts here and is awaited later, perhaps steps later: its bytes travel meanwhile. Every worker
+    does both at the same points.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, None, T]) -> None:
+        self._coroutine = coroutine
+        self._live = True
+        self._result: T
+        self._advance()
+
+    def _advance(self) -> None:
+        try:
+            self._coroutine.send(None)
+        except StopIteration as end:
+            self._live, self._result = False, end.value
+
+    def finish(self) -> T:
+        """To the end, here and now."""
+        while self._live:
+            self._advance()
+        return self._result
+
+    def __await__(self) -> Generator[None, None, T]:
+        while self._live:
+            yield
+            self._advance()
+        return self._result
 
 
 class Pipeline:

@@ -18,7 +18,7 @@ from torch import Tensor
 import paceline
 from paceline.engine import Engine
 from paceline.environment import Environment, odd_settings
-from paceline.errors import UsageError
+from paceline.errors import PeerError, UsageError
 from paceline.loader import Loader
 from paceline.membership.rendezvous import World, join
 from paceline.parts import Comm
@@ -55,9 +55,21 @@ class Session:
         gate = Gate.from_env(recorder, lambda: barrier(control))
         if gate is not None:
             gate.pace()
-        world.closing.append(recorder.close)
+        session = cls(world, control, world.lane("user"), recorder, gate, link_mbit=link_mbit(control))
+        world.closing += [session.settle, recorder.close]
         world.watch_exit()
-        return cls(world, control, world.lane("user"), recorder, gate, link_mbit=link_mbit(control))
+        return session
+
+    def settle(self) -> None:
+        """The end of a run that has not failed: what is under way arrives, on every worker."""
+        if self.world.failed:
+            return
+        try:
+            for engine in self.pack:
+                engine.method.sync.settle(engine.ex)
+        except PeerError as error:
+            self.world.fail(error)
+            print(f"paceline: {error}", file=sys.stderr)
 
     def check_new(self, things: Things) -> None:
         if any(id(optimizer) in self.engines for optimizer in things.optimizers):

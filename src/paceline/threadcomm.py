@@ -81,6 +81,10 @@ class ThreadComm:
     def swap(self, x: Tensor, peer: int) -> Op:
         return self._op("swap", x, lambda all_: all_[peer], payload(x))
 
+    def shift(self, x: Tensor, by: int) -> Op:
+        source = (self.rank - by) % self.world
+        return self._op(f"shift by {by}", x, lambda all_: all_[source], payload(x) if by % self.world else 0)
+
     def broadcast(self, x: Tensor, root: int = 0) -> Op:
         return self._op("broadcast", x, lambda all_: x.copy_(all_[root]), payload(x) if self.rank == root else 0)
 
@@ -95,7 +99,10 @@ class ThreadComm:
         self.sent += sends
         self.ops += 1
         self.room.post(key, self.rank, signature(op, x), x.detach().clone())
-        return Op(lambda: result(self.room.meet(key, f"operation {key[1]} of lane {self.name}")))
+        return Op(
+            lambda: result(self.room.meet(key, f"operation {key[1]} of lane {self.name}")),
+            lambda: len(self.room.posts[key]) == self.world,
+        )
 
 
 def _total(all_: list[Tensor]) -> Tensor:

@@ -12,8 +12,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from paceline.comm import SLICE_S
 from paceline.errors import DeadlineError, MismatchError, PacelineError, PeerError, differ
+from paceline.waiting import SLICE_S
 
 _KINDS = {cls.__name__: cls for cls in (DeadlineError, MismatchError)}
 _GRACE_S = 2.0  # how long survivors wait for each other's word before they call somebody silent

@@ -38,7 +38,7 @@ class World:
             board.counts = lambda: {lane.name: lane.ops for lane in self.lanes}
         self.closing: list[Callable[[], None]] = []  # called when this worker leaves, whatever the reason
         self._pid = os.getpid()
-        self._failed = self._over = False
+        self.failed = self._over = False
         self._code = 1  # the exit code after a failure
 
     def lane(self, name: str) -> Comm:
@@ -73,7 +73,7 @@ class World:
         atexit.register(self.leave)
 
     def fail(self, error: BaseException) -> None:
-        self._failed = True
+        self.failed = True
         if self.board is not None:
             with contextlib.suppress(Exception):  # the store may be what failed
                 self.board.post_cause(error)
@@ -88,7 +88,7 @@ class World:
         if self.board is not None:
             with contextlib.suppress(Exception):  # the store may be gone: then there is nobody to wait for
                 self._farewell(self.board)
-            if self._failed:
+            if self.failed:
                 # An operation may be under way, and taking down its group would block until its deadline.
                 sys.stdout.flush()
                 sys.stderr.flush()
@@ -98,11 +98,11 @@ class World:
 
     def _farewell(self, board: StoreBoard) -> None:
         """After a failure only the server of the store stays, until the others have read the cause."""
-        if not self._failed:
+        if not self.failed:
             board.write(f"left/{self.rank}", {"steps": board.step, "ops": board.counts()})
         board.write(f"gone/{self.rank}", True)
         serves = self.rank == 0 and not self.env.served
-        failed = self._failed or board.read("cause") is not None
+        failed = self.failed or board.read("cause") is not None
         end = time.monotonic() + (_AFTERMATH_S if failed else min(_FAREWELL_S, self.deadline_s))
         while time.monotonic() < end and (serves or not failed):
             if len(board.others("gone")) == self.world - 1:

@@ -39,7 +39,8 @@ class DGC(TopK):
     }
     refuses: ClassVar[dict[str, str]] = {
         "optimizer:momentum": "it applies the momentum itself, before it chooses what to send; "
-        "set momentum=0 in the optimizer and give dgc's own knob momentum="
+        "set momentum=0 in the optimizer and give dgc's own knob momentum=",
+        "differences": "it adds momentum to gradients, and these are differences of weights; use topk",
     }
 
     ratio: float = knob(0.001, "share of a matrix's entries that travel", above=0.0, high=1.0)

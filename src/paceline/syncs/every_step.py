@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline.parts import Sync
 from paceline.registry import register
@@ -20,6 +20,8 @@ class EveryStep(Sync):
 
     name: ClassVar[str] = "every_step"
     gives: ClassVar[frozenset[str]] = frozenset({"replicas agree", "gradients agree"})
+
+    limit: ClassVar[dict[str, Any]] = {}
 
     async def on_grad(self, b: Bucket, ex: Exchange) -> None:
         await ex.keep(b)

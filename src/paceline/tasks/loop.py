@@ -55,13 +55,17 @@ def batches(loader: Iterable[Any], steps: int) -> Iterator[tuple[int, Any]]:
 
 
 def mine(count: int) -> range:
-    """The indices of `count` held-out samples that this worker evaluates: every sample has one worker."""
-    return range(paceline.rank(), count, paceline.world())
+    """The indices of `count` held-out samples that this worker evaluates: every sample has one worker.
+
+    Where workers keep their own pace each evaluates them all: to share would mean to wait.
+    """
+    return range(count) if paceline.own_pace() else range(paceline.rank(), count, paceline.world())
 
 
 def over_workers(*totals: float, count: int) -> list[float]:
     """Each total divided by the count, both summed over all workers: exact for unequal shares too."""
-    means = paceline.mean(torch.tensor([*totals, count], dtype=torch.float64)).tolist()
+    sums = torch.tensor([*totals, count], dtype=torch.float64)
+    means = (sums if paceline.own_pace() else paceline.mean(sums)).tolist()
     return [total / max(means[-1], 1e-9) for total in means[:-1]]
 
 

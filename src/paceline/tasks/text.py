@@ -139,7 +139,7 @@ def main() -> None:
         optimizer.zero_grad()
         paceline.log(loss=loss.item())
         if step % args.eval_every == 0:
-            with paceline.untimed():
+            with paceline.untimed(), paceline.agreed(wait=False):
                 eval_loss, accuracy = evaluate(model, windows)
                 show(step, loss=loss.item(), eval_loss=eval_loss, accuracy=accuracy)
             paceline.log(eval_loss=eval_loss, accuracy=accuracy)

@@ -1,0 +1,60 @@
+"""The weights that all workers agree on, where each trains its own: to evaluate, to save, to end with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from paceline.bucket import Bucket
+from paceline.engine import Engine
+from paceline.pipeline import Pipeline
+
+AGREE = "replicas agree"  # the fact of a sync under which there is nothing to do
+
+
+@contextlib.contextmanager
+def agreed(engine: Engine) -> Iterator[None]:
+    """Inside, parameters and buffers are those all workers agree on; after it, this worker's own again.
+
+    Every worker enters. How far apart they were is reported as `consensus_distance`: the root mean square, over the
+    workers, of the distance to the agreed weights.
+    """
+    if engine.idle or AGREE in engine.method.sync.facts():
+        yield
+        return
+    engine.method.sync.settle(engine.ex)
+    both = (*engine.buckets, *engine.buffers)
+    with torch.no_grad():
+        own = [b.weights() for b in both]
+        distance = _take_centre(engine, own)
+    engine.recorder.log({"consensus_distance": distance})
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for b, x in zip(both, own, strict=True):
+                b.write(x)
+
+
+def _take_centre(engine: Engine, own: list[Tensor]) -> float:
+    """The parameters become the centre's, the buffers the mean; how far the workers' own parameters were from it."""
+    ex, apart = engine.ex, torch.zeros(1, dtype=torch.float64)
+
+    async def parameters(b: Bucket, x: Tensor) -> None:
+        z = await engine.method.sync.centre(b, ex)
+        apart.add_((x[: b.n] - z[: b.n]).square().sum(dtype=torch.float64).cpu())
+        b.write(z)
+
+    async def buffers(b: Bucket, x: Tensor) -> None:
+        b.write(await ex.exact(x.clone()))
+
+    pipeline, count = Pipeline(), len(engine.buckets)
+    for b, x in zip(engine.buckets, own[:count], strict=True):
+        pipeline.start(parameters(b, x))
+    for b, x in zip(engine.buffers, own[count:], strict=True):
+        pipeline.start(buffers(b, x))
+    pipeline.drain()
+    return float(ex.comm.mean(apart).wait().sqrt())

@@ -1,0 +1,104 @@
+"""Train alone for some steps, then agree on how far to go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from torch import Tensor
+
+from paceline.errors import MethodError
+from paceline.knobs import knob
+from paceline.parts import Sync
+from paceline.pipeline import Task
+from paceline.registry import register
+from paceline.syncs import _moments
+
+if TYPE_CHECKING:
+    from paceline.bucket import Bucket
+    from paceline.exchange import Exchange
+
+
+@register
+@dataclass(kw_only=True)
+class LocalSGD(Sync):
+    """H steps alone, then everyone goes from the common anchor x by the mean of all workers' ways.
+
+    Δᵢ = x − wᵢ,  x ← x − mean(Δᵢ),  wᵢ ← x. What is averaged is the way from the anchor, not the weights: so any
+    reducer can carry it, and what error feedback keeps is in its unit. BatchNorm's averages are agreed on with it.
+
+    Streaming: with fragments the buckets take turns, so that the bytes come spread over the H steps. With a delay they
+    travel while training goes on; when they arrive, steps later, w ← mix·w + (1 − mix)·x.
+    """
+
+    name: ClassVar[str] = "local_sgd"
+    paper: ClassVar[str] = "Stich, Local SGD converges fast and communicates little, ICLR 2019"
+    formula: ClassVar[str] = "as the reducer, once in H steps"
+    gives: ClassVar[frozenset[str]] = frozenset({"differences"})
+    limit: ClassVar[dict[str, Any]] = {"every": 1}
+    needs: ClassVar[dict[str, str]] = {
+        "whole parameters": "workers train whole replicas between two agreements; use the layout replicated"
+    }
+
+    every: int = knob(8, "H: steps alone between two agreements; more saves bytes, and costs accuracy", low=1)
+    momentum: Literal["local", "mean", "reset"] = knob(
+        "local", "the optimizer's momentum at an agreement: stays with its worker, is averaged, or starts anew"
+    )
+    fragments: int = knob(1, "parts of the model that take turns within the H steps", low=1)
+    delay: int = knob(0, "steps of training while the differences travel", unit="steps", low=0)
+    mix: float = knob(0.5, "with a delay: how much of a worker's own weights stays", low=0.0, high=1.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._flying: dict[int, Task[Tensor]] = {}  # bucket -> the mean of its differences, on its way
+        for knob_, value in (("fragments", self.fragments), ("delay", self.delay + 1)):
+            if value > self.every:
+                raise MethodError(
+                    f"{self.name}: {knob_}={getattr(self, knob_)} does not fit into every={self.every}",
+                    why="each part of the model is sent and has arrived once in every H steps",
+                    do=f"choose {knob_} <= {self.every - (knob_ == 'delay')}, or a larger every",
+                )
+
+    def due(self, step: int) -> bool:
+        return False
+
+    def agrees(self, step: int) -> bool:
+        return (step + 1) % self.every == 0
+
+    async def before_step(self, b: Bucket, ex: Exchange) -> None:
+        if (b.index, "x") not in self.state:
+            self.state[b.index, "x"] = b.weights()  # all workers start from the same
+
+    async def on_step(self, b: Bucket, ex: Exchange) -> None:
+        turn = b.index * self.fragments // len(ex.buckets) * self.every // self.fragments
+        now = (ex.step + 1 + turn) % self.every
+        if now == 0:
+            self._flying[b.index] = Task(self._way(b, ex))
+        if now == self.delay and b.index in self._flying:
+            await self._arrive(b, ex)
+
+    async def _way(self, b: Bucket, ex: Exchange) -> Tensor:
+        delta = self.state[b.index, "x"] - b.weights()
+        return (await ex.mean(b, delta)).clone() if self.delay else await ex.mean(b, delta)
+
+    async def _arrive(self, b: Bucket, ex: Exchange) -> None:
+        delta = await self._flying.pop(b.index)
+        x = self.state[b.index, "x"] = self.outer(b, self.state[b.index, "x"], delta, ex)
+        b.write(b.weights().lerp_(x, 1.0 - self.mix) if self.delay else x)
+        if self.momentum == "mean":
+            await _moments.average(b, ex)
+        elif self.momentum == "reset":
+            _moments.reset(b, ex)
+
+    def outer(self, b: Bucket, x: Tensor, delta: Tensor, ex: Exchange) -> Tensor:
+        """The anchor's own step, for which the mean way back is the gradient."""
+        return x - delta
+
+    async def centre(self, b: Bucket, ex: Exchange) -> Tensor:
+        return self.state[b.index, "x"] if (b.index, "x") in self.state else b.weights()
+
+    def settle(self, ex: Exchange) -> None:
+        """What is on its way arrives before its time, on all workers alike."""
+        for b in ex.buckets:
+            if b.index in self._flying:
+                Task(self._arrive(b, ex)).finish()

@@ -1,0 +1,56 @@
+"""Together while the learning rate is high, alone after it has dropped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from paceline.knobs import knob
+from paceline.registry import register
+from paceline.syncs.local_sgd import LocalSGD
+
+if TYPE_CHECKING:
+    from paceline.bucket import Bucket
+    from paceline.exchange import Exchange
+
+DROP = 0.5  # of the highest learning rate so far: below it has dropped, and is not just falling
+
+
+@register
+@dataclass(kw_only=True)
+class PostLocalSGD(LocalSGD):
+    """Every gradient is agreed on, exactly, until step `start`, or until the first drop of the learning rate; then
+    local_sgd.
+
+    While the learning rate is high, workers that train alone drift apart too far; once it is low, being apart a
+    little even helps to find flat minima. A drop is a fall below half of the highest learning rate so far, seen in
+    the first parameter group.
+    """
+
+    name: ClassVar[str] = "post_local_sgd"
+    paper: ClassVar[str] = "Lin et al., Don't use large mini-batches, use local SGD, ICLR 2020"
+    formula: ClassVar[str] = "2·n·s·(W−1)/W at first, then as the reducer, once in H steps"
+
+    start: int = knob(0, "the step from which workers train alone; 0: at the first drop", unit="steps", low=0)
+
+    def due(self, step: int) -> bool:
+        return step < (self.start or self.state.get("start", step + 1))
+
+    def agrees(self, step: int) -> bool:
+        return not self.due(step) and super().agrees(step)
+
+    async def on_grad(self, b: Bucket, ex: Exchange) -> None:
+        await ex.exact(b.flat)  # the reducer is for differences: leftovers of two kinds must not mix
+
+    async def before_step(self, b: Bucket, ex: Exchange) -> None:
+        if not self.due(ex.step):
+            await super().before_step(b, ex)
+        elif b.index == 0 and not self.start:
+            lr = float(ex.optimizer.param_groups[0]["lr"])
+            highest = self.state["highest"] = max(lr, self.state.get("highest", 0.0))
+            if lr < DROP * highest:
+                self.state["start"] = ex.step + 1
+
+    async def on_step(self, b: Bucket, ex: Exchange) -> None:
+        if not self.due(ex.step):
+            await super().on_step(b, ex)
