@@ -234,11 +234,23 @@ def test_signals_are_handed_on_once(start: Start, script: Callable[[str], list[s
     """
     crew = start(script(code))
     wait_until(lambda: all("ready" in said(tmp_path, rank) for rank in range(2)))
-    with launcher.forwarding(crew):
+    with launcher.forwarding() as forward:
+        forward(crew)
         os.kill(os.getpid(), signal.SIGTERM)
         assert crew.wait(10) == 0  # they ended by themselves, and well
     assert [said(tmp_path, rank).count("asked") for rank in range(2)] == [1, 1]
     assert crew.asked == signal.SIGTERM
+
+
+def test_a_signal_that_comes_before_the_crew_is_known_waits_for_it(
+    start: Start, script: Callable[[str], list[str]], tmp_path: Path
+) -> None:
+    with launcher.forwarding() as forward:
+        os.kill(os.getpid(), signal.SIGTERM)
+        crew = start(script("print('ready'); time.sleep(60)"))
+        wait_until(lambda: all("ready" in said(tmp_path, rank) for rank in range(2)))
+        forward(crew)
+        assert crew.wait(10) == 128 + signal.SIGTERM
 
 
 def test_who_does_not_listen_is_killed_after_the_grace(

@@ -85,9 +85,10 @@ def run(
     if port is not None and site.hosts == 1:
         raise UsageError("--port is for several hosts", why="on one host any free port is taken", do="leave it out")
     logs = _writable(log_dir, "--log-dir") if log_dir else None
-    with launch(command, workers=workers, env=env, site=site, output=Output.passed(logs, to_stderr=as_json)) as crew:
-        with forwarding(crew):
-            code = crew.wait() or 0
+    output = Output.passed(logs, to_stderr=as_json)
+    with forwarding() as forward, launch(command, workers=workers, env=env, site=site, output=output) as crew:
+        forward(crew)
+        code = crew.wait() or 0
     _tell_end(crew, logs)
     if as_json:
         print(json.dumps(crew.summary()))

@@ -27,7 +27,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -343,19 +343,31 @@ def _oom_kills() -> int:
 
 
 @contextlib.contextmanager
-def forwarding(*crews: Crew) -> Iterator[None]:
-    """While inside, SIGINT, SIGTERM and SIGHUP go to the workers. For the main thread only."""
+def forwarding() -> Iterator[Callable[[Crew], None]]:
+    """While inside, SIGINT, SIGTERM and SIGHUP go to the workers of the crews it is told of. For the main thread only.
+
+    Enter it before the workers start: a signal that comes before their crew is known waits for it.
+    """
+    crews: list[Crew] = []
+    early: list[int] = []
 
     def forward(signum: int, frame: FrameType | None) -> None:
+        if not crews:
+            early.append(signum)
         for crew in crews:
             crew.stop(signum)
+
+    def to(crew: Crew) -> None:
+        crews.append(crew)
+        while early:
+            crew.stop(early.pop(0))
 
     # What is ignored stays so: nohup, or a shell's background job.
     before = {s: signal.getsignal(s) for s in _FORWARDED if signal.getsignal(s) is not signal.SIG_IGN}
     for signum in before:
         signal.signal(signum, forward)
     try:
-        yield
+        yield to
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
