@@ -12,8 +12,11 @@ time     the median step, for each task, number of workers and link: methods tak
          which sends nothing, runs with them: by its steps the summary takes out what the machine itself was slower on
          one link's turn than on another's.
 confirm  the whole run on the link itself, for the best of ours on each link and for exact without a limit.
+syncs    whole runs of the methods that agree less often or not all together, beside exact: on slow links, and on a
+         free one with a worker of half the speed. Weights are kept as they go by and evaluated when training is over,
+         so that nobody who looks gives the others time for nothing.
 
-Seconds to the target are steps × step time, and said to be so; only those of `confirm` are measured as a whole. A
+Seconds to the target are steps × step time, and said to be so; those of `confirm` and `syncs` are measured whole. A
 method that sends more in its first steps than later (dgc, onebit_adam) is given the time of the bytes it really sent.
 
 Every cell is written when it is known, and what is known is not measured again: run it as often as it takes. What
@@ -49,6 +52,7 @@ from paceline.race.network import network
 from paceline.race.peers import PEERS
 from paceline.race.score import Target
 from paceline.settings import Settings
+from paceline.telemetry import Step
 
 LINKS = ("unlimited", "1gbit", "100mbit", "10mbit")
 SEEDS = {2: (0, 1, 2), 4: (0,)}  # three seeds on four workers too would take another forty minutes: --seeds 0,1,2
@@ -62,6 +66,27 @@ TUNED: dict[str, tuple[str, dict[str, Any]]] = {
     "topk ratio=0.1": ("topk", {"ratio": 0.1}),
     "qsgd bits=8": ("qsgd", {"bits": 8}),
 }
+# Methods with another sync, by the name they have in `syncs`.
+SYNCS: dict[str, tuple[str, dict[str, Any]]] = {
+    "local_sgd": ("local_sgd", {"every": 8}),
+    "local_sgd powersgd": ("local_sgd+powersgd", {"every": 8, "delay": 4, "mix": 0.0}),
+    "post_local_sgd": ("post_local_sgd+powersgd", {"start": 20, "every": 8}),
+    "slowmo powersgd": ("slowmo+powersgd", {"every": 8, "beta": 0.5}),
+    "diloco powersgd": ("diloco+powersgd", {"every": 16}),
+    "torch:local_sgd": ("torch:local_sgd", {}),
+    "sma": ("sma", {}),
+    "gossip": ("gossip", {}),
+    "gossip_lowbit": ("gossip_lowbit", {}),
+    "async_average": ("async_average", {}),
+    "delayed": ("delayed+powersgd", {"staleness": 1}),
+    "backup_workers": ("backup_workers", {"k": 1}),
+    "parameter_server": ("parameter_server", {"consistency": "bounded"}),
+}
+SLOW = "one slow worker"  # a condition of `syncs`, in the place of a link
+CONDITIONS = ("unlimited", "100mbit", "10mbit", SLOW)
+SYNC_GOALS = {"10mbit": 1.2}  # over exact without a limit
+SLOW_GOAL = 1.5  # exact's seconds over the best of ours, with a slow worker
+
 TORCH = ("torch:ddp", "torch:fp16", "torch:powersgd")
 YARDSTICK = "floor"
 SAME_STEPS = {"torch:ddp": "exact"}
@@ -84,6 +109,7 @@ class Task:
     target: str
     steps: int  # at most, for exact itself
     turn: int  # the target is looked at in between
+    whole: int  # steps of a run of `syncs`
     eval_every: int
     own: dict[str, list[str]] = field(default_factory=dict)
     without: tuple[str, ...] = ()  # methods for another optimizer
@@ -91,13 +117,13 @@ class Task:
 
 TASKS = {
     # dgc applies the momentum itself.
-    "fashion": Task("accuracy=0.85", 800, 20, 20, {"dgc": ["--momentum", "0"]}, ("onebit_adam",)),
-    "text": Task("eval_loss=2.9", 300, 10, 5, {}, ("dgc",)),
+    "fashion": Task("accuracy=0.85", 800, 20, 400, 20, {"dgc": ["--momentum", "0"]}, ("onebit_adam",)),
+    "text": Task("eval_loss=2.9", 300, 10, 160, 5, {}, ("dgc",)),
 }
 
 
 def spec(name: str) -> tuple[str, dict[str, Any]]:
-    return TUNED.get(name, (name, {}))
+    return {**TUNED, **SYNCS}.get(name, (name, {}))
 
 
 def contender(task: str, name: str, *, seed: int = 0, extra: Sequence[str] = ()) -> Contender:
@@ -169,6 +195,32 @@ def train(task: str, name: str, workers: int, link: str, seed: int, limit: int, 
     }
 
 
+def train_whole(task: str, name: str, workers: int, condition: str, seed: int, limit: int) -> Cell:
+    """The script's own run of `limit` steps, evaluated afterwards: nothing stops it in between."""
+    job, link = TASKS[task], "unlimited" if condition == SLOW else condition
+    target = Target.parse(job.target)
+    extra = ["--eval-later", "--eval-every", str(job.eval_every), "--steps", str(limit), *bucket(link)]
+    try:
+        one = contender(task, name, seed=seed, extra=[*extra, *(["--slow", "1"] if condition == SLOW else [])])
+    except PacelineError as error:
+        return {"error": f"refused: {error.what}"}
+    kind = race([one], Rules(steps=2 * limit, warmup=0, turn=2 * limit), workers, link)
+    events = one.entry(workers).events
+    curve = score.progress(events[:1], target.name)  # worker 0's: where workers keep their own pace, so does this
+    met = next((p for p in curve if target.met(p.value)), None)
+    sent = sum(event.sent for event in (events[0] if events else ()) if isinstance(event, Step))
+    return {
+        "steps": met.step if met else None,
+        "seconds": round(met.busy_s, 3) if met else None,
+        "ran_seconds": round(curve[-1].busy_s, 3) if curve else None,
+        "best": round((min if target.falls else max)(p.value for p in curve), 4) if curve else None,
+        "sent_bytes_per_step": round(sent / limit),
+        "link_kind": kind,
+        "curve": [(p.step, round(p.busy_s, 2), round(p.value, 4)) for p in curve],
+        "error": refusal(one.error) if one.error else None,
+    }
+
+
 def time_steps(task: str, names: Sequence[str], workers: int, link: str) -> Iterator[tuple[str, Cell]]:
     """The median step of each, taking turns."""
     racing = {}
@@ -205,9 +257,10 @@ class Book:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.cells: dict[str, list[Cell]] = {"steps": [], "time": [], "confirm": []}
+        self.cells: dict[str, list[Cell]] = {"steps": [], "time": [], "confirm": [], "syncs": []}
         if path.exists():
-            self.cells |= {part: json.loads(path.read_text())[part] for part in self.cells}
+            known = json.loads(path.read_text())
+            self.cells |= {part: known[part] for part in self.cells if part in known}
         self.here = result.describe([], [], task="", workers=0, link="", kind="none", threads=1)
 
     def find(self, part: str, **key: Any) -> list[Cell]:
@@ -218,7 +271,9 @@ class Book:
 
     def add(self, part: str, key: dict[str, Any], cell: Cell) -> None:
         self.cells[part] = [c for c in self.cells[part] if any(c[k] != v for k, v in key.items())]
-        self.cells[part].append({**key, "date": _now(), "commit": self.here.commit, "cpu": self.here.machine.cpu, **cell})
+        self.cells[part].append(
+            {**key, "date": _now(), "commit": self.here.commit, "cpu": self.here.machine.cpu, **cell}
+        )
         self.write()
         words = " ".join(f"{value}" for value in key.values())
         shown = {
@@ -236,10 +291,12 @@ class Book:
             "command": shlex.join(["python", *sys.argv]),
             "targets": {name: task.target for name, task in TASKS.items()},
             "tuned": TUNED,
+            "syncs_knobs": SYNCS,
             "bucket_mb_of_steps": SMALL_BUCKET_MB,
             **self.cells,
             "seconds_to_target": list(estimates(self)),
             "summary": list(summary(self)),
+            "syncs_summary": list(syncs_summary(self)),
         }
         result.write(self.path, json.dumps(whole, indent=1) + "\n")
 
@@ -351,6 +408,30 @@ def summary(book: Book) -> Iterator[Cell]:
             }
 
 
+def syncs_summary(book: Book) -> Iterator[Cell]:
+    """By condition: each method's seconds to the target over exact's without a limit, and exact's own over it."""
+    for task, workers, condition in sorted({(c["task"], c["workers"], c["condition"]) for c in book.cells["syncs"]}):
+        where = {"task": task, "workers": workers}
+
+        def seconds(name: str, condition: str, where: Cell = where) -> float | None:
+            met = [c.get("seconds") for c in book.find("syncs", **where, method=name, condition=condition)]
+            return statistics.mean(s for s in met if s) if met and all(met) else None
+
+        free, here = seconds("exact", "unlimited"), seconds("exact", condition)
+        for name in ("exact", *SYNCS):
+            took = seconds(name, condition)
+            if not book.find("syncs", **where, method=name, condition=condition):
+                continue
+            yield {
+                **where,
+                "condition": condition,
+                "method": name,
+                "seconds": _rounded(took),
+                "over_exact_unlimited": _rounded(took / free) if took and free else None,
+                "faster_than_exact_here": _rounded(here / took) if took and here else None,
+            }
+
+
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
 
@@ -391,6 +472,20 @@ def conclusion(book: Book) -> Iterator[str]:
         figures = [*ratios, ("value_at_exacts_steps", 7, 3), ("exacts_value", 7, 3)]
         words = [(f"{cell[key]:.{digits}f}" if cell[key] else "–").rjust(width) for key, width, digits in figures]
         yield f"{cell['task']:8s}{cell['workers']:7d}{cell['link']:>10s}  {cell['best']:17s}{''.join(words)}"
+
+
+def syncs_table(book: Book) -> Iterator[str]:
+    """Fits 80 columns."""
+    rows = list(syncs_summary(book))
+    for task, workers, condition in dict.fromkeys((r["task"], r["workers"], r["condition"]) for r in rows):
+        here = [r for r in rows if (r["task"], r["workers"], r["condition"]) == (task, workers, condition)]
+        yield f"{task}, {workers} workers, {condition}: seconds to {Target.parse(TASKS[task].target)}, whole runs"
+        yield f"{'method':20s}{'seconds':>10s}{'over exact, free link':>24s}{'exact here over it':>22s}"
+        for row in sorted(here, key=lambda r: r["seconds"] or math.inf):
+            keys = [("seconds", 10, 1), ("over_exact_unlimited", 24, 2), ("faster_than_exact_here", 22, 2)]
+            words = [(f"{row[key]:.{digits}f}" if row[key] else "–").rjust(width) for key, width, digits in keys]
+            yield f"{row['method']:20s}{''.join(words)}"
+        yield ""
 
 
 def plot(book: Book, folder: Path) -> None:
@@ -465,6 +560,22 @@ def fill_confirm(book: Book, task: str, workers: int, link: str) -> None:
             book.add("confirm", key, train(task, name, workers, link, 0, 2 * max(steps), buckets_of=link))
 
 
+def fill_syncs(
+    book: Book,
+    task: str,
+    workers: int,
+    conditions: Sequence[str],
+    seeds: Sequence[int],
+    chosen: Sequence[str],
+    limit: int,
+) -> None:
+    for condition, seed, name in itertools.product(conditions, seeds, ("exact", *SYNCS)):
+        key = {"task": task, "method": name, "workers": workers, "condition": condition, "seed": seed}
+        slow_exact = name == "exact" and condition in LINKS[2:]  # hundreds of seconds, and in `seconds_to_target`
+        if name in chosen and not slow_exact and not book.known("syncs", **key):
+            book.add("syncs", key, train_whole(task, name, workers, condition, seed, limit or TASKS[task].whole))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the JSON file; what is in it is not measured again")
@@ -475,6 +586,8 @@ def main() -> None:
     parser.add_argument("--links", default=",".join(LINKS))
     parser.add_argument("--methods", help="all, if not given")
     parser.add_argument("--seeds", help="of steps; 0,1,2 with two workers and 0 with four, if not given")
+    parser.add_argument("--conditions", default=",".join(CONDITIONS), help="of syncs")
+    parser.add_argument("--limit", type=int, default=0, help="steps of a run of syncs, if not the task's")
     parser.add_argument("--patience", type=float, default=2.0, help="times exact's steps, until a run is given up")
     args = parser.parse_args()
     tasks, links, parts = args.tasks.split(","), args.links.split(","), args.parts.split(",")
@@ -485,6 +598,10 @@ def main() -> None:
         seeds = [int(s) for s in args.seeds.split(",")] if args.seeds else SEEDS.get(workers, (0,))
         if part == "steps":
             fill_steps(book, task, workers, seeds, chosen, args.patience)
+        if part == "syncs":
+            named = args.methods.split(",") if args.methods else ["exact", *SYNCS]
+            seeds = [int(s) for s in args.seeds.split(",")] if args.seeds else [0]
+            fill_syncs(book, task, workers, args.conditions.split(","), seeds, named, args.limit)
         for link in links:
             if part == "time":
                 fill_time(book, task, workers, link, chosen)
@@ -493,7 +610,7 @@ def main() -> None:
     book.write()
     for task, workers in itertools.product(tasks, [int(w) for w in args.workers.split(",")]):
         print(*table(book, task, workers), "", sep="\n")
-    print(*conclusion(book), sep="\n")
+    print(*conclusion(book), "", *syncs_table(book), sep="\n")
     if args.plot:
         plot(book, args.plot)
 

@@ -24,6 +24,11 @@ def variants(cls: type) -> list[dict[str, Any]]:
     return found
 
 
+def brisk(cls: type) -> dict[str, Any]:
+    """Knobs at which something happens within a few steps."""
+    return {name: 3 for name in ("every", "warmup") if name in kinds(cls)}
+
+
 def parts(axis: str) -> list[tuple[str, dict[str, Any]]]:
     return [(name, knobs) for name, cls in registry.parts(axis).items() for knobs in variants(cls)]
 

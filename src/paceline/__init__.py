@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from paceline.api import agreed, hold, log, mean, own_pace, prepare, rank, stepping, untimed, world
+    from paceline.api import agreed, hold, log, mean, moment, own_pace, prepare, rank, stepping, untimed, world
     from paceline.errors import (
         DataError,
         DeadlineError,
@@ -41,6 +41,7 @@ __all__ = [
     "hold",
     "log",
     "mean",
+    "moment",
     "own_pace",
     "prepare",
     "rank",

@@ -25,7 +25,7 @@ from paceline.parts import Comm, Part
 from paceline.race.peers import PEERS, prepare_peer
 from paceline.session import SLOW_MBIT, Session
 from paceline.settings import Settings
-from paceline.telemetry import Recorder
+from paceline.telemetry import Moment, Recorder
 from paceline.things import Things
 
 _session: Session | None = None
@@ -226,10 +226,18 @@ def mean(value: Tensor | float) -> Tensor:
         return comm.mean(x).wait()
 
 
-def log(**metrics: Any) -> None:
-    """Report values (loss, accuracy, ...) of the current step to telemetry: `paceline.log(loss=loss.item())`."""
+def log(*, at: Moment | None = None, **metrics: Any) -> None:
+    """Report values (loss, accuracy, ...) of the current step to telemetry: `paceline.log(loss=loss.item())`.
+
+    at: an earlier `paceline.moment()`, for what was found out only later, on a copy of the weights.
+    """
     if _session is not None:
-        _session.recorder.log(metrics)
+        _session.recorder.log(metrics, at)
+
+
+def moment() -> Moment:
+    """Now: (steps completed, seconds of training), for `paceline.log(at=...)`."""
+    return _session.recorder.moment() if _session else Moment(0, 0.0)
 
 
 def untimed() -> AbstractContextManager[None]:

@@ -12,7 +12,7 @@ import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -112,6 +112,13 @@ def peak_rss_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+class Moment(NamedTuple):
+    """A point in a job's own time."""
+
+    step: int  # steps completed
+    busy_s: float
+
+
 class Recorder:
     """Times this worker's steps and writes its events (to nowhere when there is no directory)."""
 
@@ -187,14 +194,18 @@ class Recorder:
                 self._wall += time.perf_counter() - self._paused
             self._paused = 0.0
 
-    def log(self, metrics: dict[str, Any]) -> None:
-        """Values of the step just finished, or of the one in progress."""
+    def moment(self) -> Moment:
+        """Now, in the job's own time."""
         now = self._paused or time.perf_counter()  # what is untimed is not busy
-        busy = self.busy_s + (now - self._wall + self._data_s if self._wall else 0.0)
+        return Moment(self.step, self.busy_s + (now - self._wall + self._data_s if self._wall else 0.0))
+
+    def log(self, metrics: dict[str, Any], at: Moment | None = None) -> None:
+        """Values of the step just finished, or of the one in progress, or of an earlier moment."""
+        step, busy = at or self.moment()
         for name, value in metrics.items():
             number = float(value)
             known = number if math.isfinite(number) else None
-            self.emit(Metric(t=time.monotonic(), step=self.step, busy_s=busy, name=name, value=known))
+            self.emit(Metric(t=time.monotonic(), step=step, busy_s=busy, name=name, value=known))
 
     def close(self, error: str = "") -> None:
         self.emit(Bye(t=time.monotonic(), steps=self.step, peak_rss_mb=peak_rss_mb(), error=error))

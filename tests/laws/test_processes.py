@@ -67,6 +67,8 @@ def every_operation(rank):
         comm.scatter_mean(x.clone()).wait(),
         comm.alltoall(x.clone().view(w, 4)).wait(),
         comm.broadcast(x.clone(), 1).wait(),
+        comm.shift(x.clone(), 1).wait(),
+        comm.shift(x.clone(), -1).wait(),
     ]
     if w == 2:
         results.append(comm.swap(x.clone(), 1 - rank).wait())
@@ -88,6 +90,8 @@ def test_every_operation_as_the_contract_says_and_as_threads_do(world):
             comm.scatter_mean(x.clone()).wait(),
             comm.alltoall(x.clone().view(w, 4)).wait(),
             comm.broadcast(x.clone(), 1).wait(),
+            comm.shift(x.clone(), 1).wait(),
+            comm.shift(x.clone(), -1).wait(),
         ]
         if w == 2:
             results.append(comm.swap(x.clone(), 1 - comm.rank).wait())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import threads
-from laws_table import WORLDS, variants
+from laws_table import WORLDS, brisk, variants
 from paceline import registry
 from paceline.consensus import AGREE, agreed
 from paceline.method import Method
@@ -27,7 +27,8 @@ def optimizer_of(cls):
 
 
 def each(names):
-    return [pytest.param(name, knobs, id=f"{name}-{knobs}") for name in names for knobs in variants(SYNCS[name])]
+    cases = [(name, {**brisk(SYNCS[name]), **knobs}) for name in names for knobs in variants(SYNCS[name])]
+    return [pytest.param(name, knobs, id=f"{name}-{knobs}") for name, knobs in cases]
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -43,7 +44,7 @@ def test_at_its_limit_it_goes_as_every_step(name, world):
 def test_with_one_worker_it_is_the_optimizer_alone(name):
     batches = data(8)
     make = optimizer_of(SYNCS[name])
-    [result] = train(1, batches, make, spec=Method(sync=SYNCS[name]()))
+    [result] = train(1, batches, make, spec=Method(sync=SYNCS[name](**brisk(SYNCS[name]))))
     assert torch.equal(result, alone(batches, make))
 
 
@@ -88,7 +89,7 @@ def test_what_it_remembers_can_be_saved_and_loaded(name):
     def rig(comm):
         model = mlp()
         opt = make(model)
-        return Rig(comm, model, opt, spec=Method(sync=cls()))
+        return Rig(comm, model, opt, spec=Method(sync=cls(**brisk(cls))))
 
     def settle(one):
         one.engine.method.sync.settle(one.engine.ex)
@@ -126,7 +127,7 @@ def test_a_bad_gradient_of_one_worker_harms_nobody(name):
     def work(comm):
         model = mlp()
         opt = optimizer_of(cls)(model)
-        rig = Rig(comm, model, opt, spec=Method(sync=cls()))
+        rig = Rig(comm, model, opt, spec=Method(sync=cls(**brisk(cls))))
         loop(batches, model, opt, rig.take)
         with agreed(rig.engine):
             return weights(model), rig.engine.ex.step
@@ -144,7 +145,7 @@ def test_what_it_remembers_survives_another_number_of_workers(name):
     def work(comm, saves=None):
         model = mlp()
         opt = optimizer_of(cls)(model)
-        rig = Rig(comm, model, opt, spec=Method(sync=cls()))
+        rig = Rig(comm, model, opt, spec=Method(sync=cls(**brisk(cls))))
         if saves is not None:
             rig.engine.method.sync.state.load(State.merge(saves), rig.engine.buckets)
         loop(data(5), model, opt, rig.take)

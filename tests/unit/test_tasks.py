@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import paceline
+from paceline import telemetry
 from paceline.errors import DataError
 from paceline.tasks import TASKS, fashion, loop, text
 
@@ -83,7 +84,7 @@ def test_the_model_does_not_see_the_future() -> None:
 def test_an_untrained_model_guesses_almost_evenly() -> None:
     torch.manual_seed(0)
     windows = text.Windows(text.corpus(2_000_000)[1])
-    loss, accuracy = text.evaluate(text.GPT(), windows)
+    loss, accuracy = text.evaluate(text.GPT(), windows).values()
     assert 5.0 < loss < 5.7  # ln 256 is 5.55; the shared embedding favours the byte it has just seen
     assert 0 <= accuracy < 0.4
 
@@ -216,3 +217,25 @@ def test_wrong_options_are_refused() -> None:
     done = subprocess.run([sys.executable, str(script), "--steps", "0"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "0 is not 1 or more" in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------ evaluations
+
+
+def _job(tmp_path: Path, *words: str) -> list[list[str]]:
+    """The digits job on two workers; the metrics worker 0 wrote: [step, name, value]."""
+    command = [sys.executable, "-m", "paceline.cli.main", "run", "-n", "2", *words]
+    env = {**os.environ, "PACELINE_EVENTS": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    events = telemetry.read(tmp_path / "worker-0.jsonl")
+    return [[e.step, e.name, e.value] for e in events if isinstance(e, telemetry.Metric) and e.name == "accuracy"]
+
+
+def test_what_is_evaluated_later_is_what_was_there_then(tmp_path: Path) -> None:
+    script = str(Path(loop.__file__).with_name("digits.py"))
+    words = ["-m", "local_sgd", script, "--steps", "40", "--eval-every", "10"]
+    now = _job(tmp_path / "now", *words)
+    later = _job(tmp_path / "later", *words, "--eval-later", "--slow", "1")
+    assert len(now) == 4
+    assert [[s, n, round(v, 9)] for s, n, v in later] == [[s, n, round(v, 9)] for s, n, v in now]

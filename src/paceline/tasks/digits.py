@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.errors import DataError
-from paceline.tasks.loop import accuracy, arguments, batches, show
+from paceline.tasks.loop import Evaluations, accuracy, arguments, batches
 
 
 def digits() -> tuple[TensorDataset, Tensor, Tensor]:
@@ -35,17 +35,15 @@ def main() -> None:
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=args.momentum)
     loader = DataLoader(train, batch_size=args.batch, shuffle=True, drop_last=True)
     model, optimizer, loader = paceline.prepare(model, optimizer, loader, bucket_mb=args.bucket_mb)
-    for step, (x, y) in batches(loader, args.steps):
+    evaluations = Evaluations(args, model, lambda: {"accuracy": accuracy(model, x_test, y_test)})
+    for step, (x, y) in batches(loader, args.steps, args.slow):
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         paceline.log(loss=loss.item())
-        if step % args.eval_every == 0:
-            with paceline.untimed(), paceline.agreed(wait=False):
-                right = accuracy(model, x_test, y_test)
-                show(step, loss=loss.item(), accuracy=right)
-            paceline.log(accuracy=right)
+        evaluations.after(step, loss.item())
+    evaluations.end()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ def arguments(
     parser.add_argument("--batch", type=_positive, default=batch, help="samples in a step, over all workers")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the order of the data")
     parser.add_argument("--eval-every", type=_positive, default=eval_every, help="steps between evaluations")
+    parser.add_argument("--eval-later", action="store_true", help="keep copies of the weights, evaluate at the end")
+    parser.add_argument("--slow", type=int, default=None, metavar="RANK", help="a worker that takes twice as long")
     parser.add_argument("--bucket-mb", type=float, default=None, help="gradients to an exchange (default: by the link)")
     if momentum is not None:
         parser.add_argument("--momentum", type=float, default=momentum, help="of SGD")
@@ -37,21 +40,59 @@ def arguments(
     return parser.parse_args()
 
 
-def batches(loader: Iterable[Any], steps: int) -> Iterator[tuple[int, Any]]:
+def batches(loader: Iterable[Any], steps: int, slow: int | None = None) -> Iterator[tuple[int, Any]]:
     """(step, batch) from step 1 on, over as many epochs as it takes.
 
-    An epoch without a single batch ends it: in a race the loader runs dry once this contender has to stop.
+    An epoch without a single batch ends it: in a race the loader runs dry once this contender has to stop. The worker
+    `slow` sleeps as long as it computes: a machine of half the speed.
     """
     step = 0
     while True:
         before = step
         for batch in loader:
             step += 1
+            began = time.thread_time()
             yield step, batch
+            if slow == paceline.rank():
+                time.sleep(time.thread_time() - began)
             if step == steps:
                 return
         if step == before:
             return
+
+
+class Evaluations:
+    """A look at the model now and then, at the weights all workers agree on.
+
+    Later, if asked: where workers keep their own pace, one that stops to look gives the others time for nothing. Then
+    a copy of the weights is kept, and looked at when training is over.
+    """
+
+    def __init__(self, args: argparse.Namespace, model: nn.Module, evaluate: Callable[[], dict[str, float]]) -> None:
+        self.every, self.later = args.eval_every, args.eval_later
+        self.model, self.evaluate = model, evaluate
+        self._kept: list[tuple[int, Any, dict[str, Tensor]]] = []
+
+    def after(self, step: int, loss: float) -> None:
+        if step % self.every:
+            return
+        with paceline.untimed(), paceline.agreed(wait=False):
+            moment = paceline.moment()
+            if self.later:
+                weights = {name: value.clone() for name, value in self.model.state_dict().items()}
+                self._kept.append((step, moment, weights))
+            else:
+                values = self.evaluate()
+                show(step, loss=loss, **values)
+                paceline.log(at=moment, **values)
+
+    def end(self) -> None:
+        """Training is over."""
+        for step, moment, weights in self._kept:
+            self.model.load_state_dict(weights)
+            values = self.evaluate()
+            show(step, **values)
+            paceline.log(at=moment, **values)
 
 
 def mine(count: int) -> range:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import paceline
 from paceline.errors import DataError
-from paceline.tasks.loop import arguments, batches, mine, over_workers, show
+from paceline.tasks.loop import Evaluations, arguments, batches, mine, over_workers
 
 CONTEXT = 128
 BYTES = 256
@@ -110,8 +110,8 @@ class GPT(nn.Module):
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, windows: Windows) -> tuple[float, float]:
-    """(loss, share of bytes guessed right) over the same held-out windows every time."""
+def evaluate(model: nn.Module, windows: Windows) -> dict[str, float]:
+    """Loss, and the share of bytes guessed right, over the same held-out windows every time."""
     spread = len(windows) // EVALUATED  # from all over the held-out files, not from the first of them
     x, y = (torch.stack(part) for part in zip(*(windows[i * spread] for i in mine(EVALUATED)), strict=True))
     model.eval()
@@ -120,7 +120,7 @@ def evaluate(model: nn.Module, windows: Windows) -> tuple[float, float]:
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum").item()
     right = (logits.argmax(-1) == y).sum().item()
     mean_loss, accuracy = over_workers(loss, right, count=y.numel())
-    return mean_loss, accuracy
+    return {"eval_loss": mean_loss, "accuracy": accuracy}
 
 
 def main() -> None:
@@ -132,17 +132,15 @@ def main() -> None:
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(Windows(text), batch_size=args.batch, shuffle=True, drop_last=True)
     model, optimizer, loader = paceline.prepare(model, optimizer, loader, bucket_mb=args.bucket_mb)
-    for step, (x, y) in batches(loader, args.steps):
+    evaluations = Evaluations(args, model, lambda: evaluate(model, windows))
+    for step, (x, y) in batches(loader, args.steps, args.slow):
         loss = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         paceline.log(loss=loss.item())
-        if step % args.eval_every == 0:
-            with paceline.untimed(), paceline.agreed(wait=False):
-                eval_loss, accuracy = evaluate(model, windows)
-                show(step, loss=loss.item(), eval_loss=eval_loss, accuracy=accuracy)
-            paceline.log(eval_loss=eval_loss, accuracy=accuracy)
+        evaluations.after(step, loss.item())
+    evaluations.end()
 
 
 if __name__ == "__main__":
