@@ -224,10 +224,8 @@ class Engine:
         return self._make(do)
 
     def left_out(self) -> None:
-        """A loss scaler did not call `step`: it has found infinities.
-
-        Where gradients are agreed on, all workers' scalers have. Where they are this worker's own, the others go on,
-        and it must not miss what they agree on after the step.
+        """A loss scaler found infinities and did not call `step`. Where gradients are agreed on, so did all the others.
+        Where they are this worker's own, the others go on, and it must not miss what they agree on after the step.
         """
         if not (self.idle or self._exchanged or self.method.sync.due(self.ex.step)):
             self._make(lambda: None)
@@ -251,6 +249,7 @@ class Engine:
     def _together(self, what: Callable[[Bucket], Coroutine[Any, None, None]], *, buffers: bool = False) -> None:
         with self._waiting():
             for b in self.buckets:
+                b.step = self.ex.step
                 self.pipeline.start(what(b))
             for b in self.buffers if buffers else ():
                 self.pipeline.start(self._agree_buffers(b))

@@ -279,6 +279,24 @@ def test_any_reducer_carries_the_differences(reducer):
     )
 
 
+def test_every_agreement_draws_its_own_lot():
+    """randomk picks entries by the step: were it told the same one every time, most weights would never move."""
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        Rig(comm, model, opt, spec=method("local_sgd+randomk", every=1, ratio=0.2))
+        moved = []
+        for batch in data(6):
+            before = weights(model)
+            loop([batch], model, opt)
+            moved.append((weights(model) != before).nonzero().flatten().tolist())
+        return moved
+
+    moved = threads.run(2, work)[0]
+    assert len({tuple(places) for places in moved}) == len(moved)
+
+
 def test_error_feedback_keeps_what_a_difference_left_behind():
     """Top-k of differences: what was not sent is sent later, so the sum of all anchors' ways is the sum of all ways."""
     spec = Method(sync=LocalSGD(every=1), reducer=ErrorFeedback(of=TopK(ratio=0.3)))
