@@ -69,10 +69,10 @@ TUNED: dict[str, tuple[str, dict[str, Any]]] = {
 # Methods with another sync, by the name they have in `syncs`.
 SYNCS: dict[str, tuple[str, dict[str, Any]]] = {
     "local_sgd": ("local_sgd", {"every": 8}),
-    "local_sgd powersgd": ("local_sgd+powersgd", {"every": 8, "delay": 4, "mix": 0.0}),
-    "post_local_sgd": ("post_local_sgd+powersgd", {"start": 20, "every": 8}),
-    "slowmo powersgd": ("slowmo+powersgd", {"every": 8, "beta": 0.5}),
-    "diloco powersgd": ("diloco+powersgd", {"every": 16}),
+    "local_sgd powersgd": ("local_sgd+powersgd", {"every": 8, "wire": "bf16"}),
+    "post_local_sgd": ("post_local_sgd+powersgd", {"start": 20, "every": 8, "wire": "bf16"}),
+    "slowmo powersgd": ("slowmo+powersgd", {"every": 8, "wire": "bf16"}),
+    "diloco powersgd": ("diloco+powersgd", {"every": 16, "wire": "bf16"}),
     "torch:local_sgd": ("torch:local_sgd", {}),
     "sma": ("sma", {}),
     "gossip": ("gossip", {}),

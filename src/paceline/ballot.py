@@ -13,7 +13,7 @@ wait.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -92,6 +92,13 @@ def _same_step(stamps: list[float]) -> None:
     )
 
 
+def _extremes(grad: Tensor) -> Sequence[Tensor]:
+    """In which NaN and infinity show."""
+    values = grad._values() if grad.is_sparse else grad
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return torch.aminmax(values) if values.numel() else ()
+
+
 class Poll:
     """What the workers know of one backward: by whisper where that is enough, else by ballot."""
 
@@ -143,8 +150,10 @@ class Poll:
 
     def bad_alone(self, params: Iterable[Tensor]) -> list[int]:
         """Gradients that nobody else sees: this worker, if they are not finite."""
-        grads = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in params if p.grad is not None]
-        if not self.guard or not grads:
+        if not self.guard:
             return []
-        largest = torch.stack([n.to(grads[0].device) for n in torch._foreach_norm(grads, math.inf)])
-        return [] if bool(largest.isfinite().all()) else [self.comm.rank]
+        extremes = [x for p in params if p.grad is not None for x in _extremes(p.grad)]
+        if not extremes:
+            return []
+        finite = torch.stack([x.to(extremes[0].device, torch.float32) for x in extremes]).isfinite().all()
+        return [] if bool(finite) else [self.comm.rank]

@@ -56,9 +56,17 @@ class Session:
         if gate is not None:
             gate.pace()
         session = cls(world, control, world.lane("user"), recorder, gate, link_mbit=link_mbit(control))
+        if gate is not None:
+            gate.settle = session.meet
         world.closing += [session.settle, recorder.close]
         world.watch_exit()
         return session
+
+    def meet(self) -> None:
+        """Workers that keep their own pace come to a common stop: one that stands still would keep others waiting."""
+        for engine in self.pack:
+            if engine.method.sync.own_pace:
+                engine.method.sync.settle(engine.ex)
 
     def settle(self) -> None:
         """The end of a run that has not failed: what is under way arrives, on every worker."""

@@ -200,9 +200,10 @@ def test_post_local_starts_at_the_first_drop_of_the_learning_rate():
 # ---------------------------------------------------------------------------------------------------- streaming
 
 
+@pytest.mark.parametrize("late", ["keep", "mix"])
 @pytest.mark.parametrize("delay", [0, 1, 2])
 @pytest.mark.parametrize("fragments", [1, 2, 4])
-def test_fragments_take_turns_and_arrive_late(fragments, delay):
+def test_fragments_take_turns_and_arrive_late(fragments, delay, late):
     """Streaming DiLoCo's loop in fp64, bucket by bucket."""
     H, mix, world, steps = 4, 0.25, 3, 13
     batches = data(steps)
@@ -210,7 +211,7 @@ def test_fragments_take_turns_and_arrive_late(fragments, delay):
     def work(comm):
         model = mlp()
         opt = torch.optim.SGD(model.parameters(), lr=LR)
-        sync = DiLoCo(every=H, fragments=fragments, delay=delay, mix=mix)
+        sync = DiLoCo(every=H, fragments=fragments, delay=delay, late=late, mix=mix)
         rig = Rig(comm, model, opt, spec=Method(sync=sync))
         result = loop(batches, model, opt, rig.take)
         return result, [[s.name for s in b.slots] for b in rig.engine.buckets], comm.sent
@@ -222,7 +223,7 @@ def test_fragments_take_turns_and_arrive_late(fragments, delay):
     params = [dict(w.model.named_parameters()) for w in workers]
     find = lambda r, n: params[r][n]  # noqa: E731
     anchor = {n: find(0, n).detach().clone() for b in buckets for n in b}
-    v, flying = {}, {}
+    v, flying, sent = {}, {}, {}
     for t, (a, b) in enumerate(batches):
         for w, share in zip(workers, zip(a.chunk(world), b.chunk(world), strict=True), strict=True):
             w.step(*share)
@@ -231,14 +232,17 @@ def test_fragments_take_turns_and_arrive_late(fragments, delay):
                 now = (t + 1 + (i * fragments // len(buckets)) * H // fragments) % H
                 for n in bucket:
                     if now == 0:
-                        flying[n] = sum(anchor[n] - find(r, n) for r in range(world)) / world
+                        sent[n] = [find(r, n).clone() for r in range(world)]
+                        flying[n] = sum(anchor[n] - w for w in sent[n]) / world
                     if now == delay and n in flying:
                         delta = flying.pop(n)
                         v[n] = delta + 0.9 * v.get(n, torch.zeros_like(delta))
                         anchor[n] = anchor[n] - 0.7 * (delta + 0.9 * v[n])
                         for r in range(world):
                             own = find(r, n)
-                            own.copy_(mix * own + (1 - mix) * anchor[n] if delay else anchor[n])
+                            mixed = mix * own + (1 - mix) * anchor[n]
+                            kept = own + anchor[n] - sent[n][r]
+                            own.copy_((kept if late == "keep" else mixed) if delay else anchor[n])
     for (got, _, _), w in zip(results, workers, strict=True):
         close(got.double(), w.w, 1e-5)
 
@@ -247,7 +251,7 @@ def test_settling_lets_what_is_on_its_way_arrive():
     def work(comm):
         model = mlp()
         opt = sgd(model)
-        rig = Rig(comm, model, opt, spec=Method(sync=LocalSGD(every=4, delay=3, mix=0.0)))
+        rig = Rig(comm, model, opt, spec=Method(sync=LocalSGD(every=4, delay=3, late="mix", mix=0.0)))
         loop(data(4), model, opt, rig.take)
         with agreed(rig.engine):
             inside = weights(model)

@@ -29,6 +29,7 @@ class Gate:
 
     def __init__(self, recorder: Recorder, barrier: Callable[[], None], env: Mapping[str, str] = os.environ) -> None:
         self.recorder, self.barrier = recorder, barrier
+        self.settle: Callable[[], None] = lambda: None  # set by the session: before a worker stands still
         self._in, self._out = _pipes(env.get(GATE, ""))
         self._wire = env.get(WIRE, "")
         self._pace = float(env.get(PACE) or 0)
@@ -78,6 +79,7 @@ class Gate:
             pace(self._pace)
 
     def _close_turn(self) -> None:
+        self.settle()
         if self._turn and self._wire:
             sent, received = (now - then for now, then in zip(self._counters(), self._before, strict=True))
             self.recorder.emit(

@@ -28,7 +28,8 @@ class LocalSGD(Sync):
     reducer can carry it, and what error feedback keeps is in its unit. BatchNorm's averages are agreed on with it.
 
     Streaming: with fragments the buckets take turns, so that the bytes come spread over the H steps. With a delay they
-    travel while training goes on; when they arrive, steps later, w ← mix·w + (1 − mix)·x.
+    travel while training goes on. What was trained meanwhile is kept when they arrive: w ← x + (w − w as it was
+    sent); or mixed, as in Streaming DiLoCo: w ← mix·w + (1 − mix)·x.
     """
 
     name: ClassVar[str] = "local_sgd"
@@ -46,11 +47,13 @@ class LocalSGD(Sync):
     )
     fragments: int = knob(1, "parts of the model that take turns within the H steps", low=1)
     delay: int = knob(0, "steps of training while the differences travel", unit="steps", low=0)
-    mix: float = knob(0.5, "with a delay: how much of a worker's own weights stays", low=0.0, high=1.0)
+    late: Literal["keep", "mix"] = knob("keep", "what was trained during the delay: kept, or mixed with the anchor")
+    mix: float = knob(0.5, "with late='mix': how much of a worker's own weights stays", low=0.0, high=1.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._flying: dict[int, Task[Tensor]] = {}  # bucket -> the mean of its differences, on its way
+        self._sent: dict[int, Tensor] = {}  # bucket -> this worker's weights when they left
         for knob_, value in (("fragments", self.fragments), ("delay", self.delay + 1)):
             if value > self.every:
                 raise MethodError(
@@ -78,13 +81,17 @@ class LocalSGD(Sync):
             await self._arrive(b, ex)
 
     async def _way(self, b: Bucket, ex: Exchange) -> Tensor:
-        delta = self.state[b.index, "x"] - b.weights()
-        return (await ex.mean(b, delta)).clone() if self.delay else await ex.mean(b, delta)
+        w = self._sent[b.index] = b.weights(self._sent.get(b.index))
+        mean = await ex.mean(b, self.state[b.index, "x"] - w)
+        return mean.clone() if self.delay else mean
 
     async def _arrive(self, b: Bucket, ex: Exchange) -> None:
         delta = await self._flying.pop(b.index)
         x = self.state[b.index, "x"] = self.outer(b, self.state[b.index, "x"], delta, ex)
-        b.write(b.weights().lerp_(x, 1.0 - self.mix) if self.delay else x)
+        if self.delay and self.late == "keep":
+            b.write(b.weights().add_(x - self._sent[b.index]))
+        else:
+            b.write(b.weights().lerp_(x, 1.0 - self.mix) if self.delay else x)
         if self.momentum == "mean":
             await _moments.average(b, ex)
         elif self.momentum == "reset":
