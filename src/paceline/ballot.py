@@ -92,6 +92,14 @@ def _same_step(stamps: list[float]) -> None:
     )
 
 
+def finite(params: Iterable[Tensor]) -> bool:
+    """Are all their gradients?"""
+    extremes = [x for p in params if p.grad is not None for x in _extremes(p.grad)]
+    if not extremes:
+        return True
+    return bool(torch.stack([x.to(extremes[0].device, torch.float32) for x in extremes]).isfinite().all())
+
+
 def _extremes(grad: Tensor) -> Sequence[Tensor]:
     """In which NaN and infinity show."""
     values = grad._values() if grad.is_sparse else grad
@@ -150,10 +158,4 @@ class Poll:
 
     def bad_alone(self, params: Iterable[Tensor]) -> list[int]:
         """Gradients that nobody else sees: this worker, if they are not finite."""
-        if not self.guard:
-            return []
-        extremes = [x for p in params if p.grad is not None for x in _extremes(p.grad)]
-        if not extremes:
-            return []
-        finite = torch.stack([x.to(extremes[0].device, torch.float32) for x in extremes]).isfinite().all()
-        return [] if bool(finite) else [self.comm.rank]
+        return [self.comm.rank] if self.guard and not finite(params) else []

@@ -103,3 +103,19 @@ def test_every_operation_as_the_contract_says_and_as_threads_do(world):
         for a, b in zip(gloo, thread, strict=True):
             torch.testing.assert_close(a, b)
         assert sent == counted, "the two count bytes differently"
+
+
+def late(rank):
+    import time
+
+    comm = _lane()
+    x = torch.full((5,), float(rank))
+    if rank == 1:
+        time.sleep(1.2)
+    return comm.shift(x, 1).wait(), comm.swap(x, 1 - rank).wait()
+
+
+def test_a_neighbour_that_is_late_is_waited_for():
+    """Longer than one slice of a wait: gloo would close the connection of a plain send or receive."""
+    for rank, results in enumerate(values(run(2, late))):
+        assert all(torch.equal(x, torch.full((5,), 1.0 - rank)) for x in results)
