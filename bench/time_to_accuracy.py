@@ -69,17 +69,17 @@ TUNED: dict[str, tuple[str, dict[str, Any]]] = {
 # Methods with another sync, by the name they have in `syncs`.
 SYNCS: dict[str, tuple[str, dict[str, Any]]] = {
     "local_sgd": ("local_sgd", {"every": 8}),
-    "local_sgd powersgd": ("local_sgd+powersgd", {"every": 8, "wire": "bf16"}),
-    "post_local_sgd": ("post_local_sgd+powersgd", {"start": 20, "every": 8, "wire": "bf16"}),
-    "slowmo powersgd": ("slowmo+powersgd", {"every": 8, "wire": "bf16"}),
-    "diloco powersgd": ("diloco+powersgd", {"every": 16, "wire": "bf16"}),
+    "local_sgd powersgd": ("local_sgd+powersgd", {"every": 8, "rank": 8, "wire": "bf16", "delay": 3}),
+    "post_local_sgd": ("post_local_sgd+powersgd", {"start": 20, "every": 8, "rank": 8, "wire": "bf16", "delay": 3}),
+    "slowmo powersgd": ("slowmo+powersgd", {"every": 8, "beta": 0.3, "rank": 8, "wire": "bf16", "delay": 3}),
+    "diloco powersgd": ("diloco+powersgd", {"every": 16, "rank": 8, "wire": "bf16", "delay": 3}),
     "torch:local_sgd": ("torch:local_sgd", {}),
     "sma": ("sma", {}),
     "gossip": ("gossip", {}),
     "gossip_lowbit": ("gossip_lowbit", {}),
     "async_average": ("async_average", {}),
     "delayed": ("delayed+powersgd", {"staleness": 1}),
-    "backup_workers": ("backup_workers", {"k": 1}),
+    "backup_workers": ("backup_workers", {"backups": 1}),
     "parameter_server": ("parameter_server", {"consistency": "bounded"}),
 }
 SLOW = "one slow worker"  # a condition of `syncs`, in the place of a link

@@ -24,12 +24,14 @@ if TYPE_CHECKING:
         PeerError,
         UsageError,
     )
+    from paceline.learners import Learners
     from paceline.method import Method
     from paceline.registry import register
 
 __all__ = [
     "DataError",
     "DeadlineError",
+    "Learners",
     "Method",
     "MethodError",
     "MismatchError",
@@ -51,7 +53,7 @@ __all__ = [
     "world",
 ]
 
-_HOME = {"Method": "method", "register": "registry"}
+_HOME = {"Learners": "learners", "Method": "method", "register": "registry"}
 
 
 def __getattr__(name: str) -> Any:

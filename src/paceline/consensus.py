@@ -22,10 +22,11 @@ def agreed(engine: Engine) -> Iterator[None]:
     Every worker enters. How far apart they were is reported as `consensus_distance`: the root mean square, over the
     workers, of the distance to the agreed weights.
     """
+    if not engine.idle:
+        engine.method.sync.settle(engine.ex)
     if engine.idle or AGREE in engine.method.sync.facts():
         yield
         return
-    engine.method.sync.settle(engine.ex)
     both = (*engine.buckets, *engine.buffers)
     with torch.no_grad():
         own = [b.weights() for b in both]

@@ -23,6 +23,8 @@ class Room:
         self.changed = threading.Condition()
         self.posts: dict[Any, dict[int, tuple[str, Any]]] = {}
         self.error: Exception | None = None
+        self.counts: dict[str, int] = {}
+        self.words: dict[str, str] = {}
 
     def post(self, key: Any, rank: int, text: str, value: Any) -> None:
         with self.changed:
@@ -36,8 +38,7 @@ class Room:
             if not self.changed.wait_for(here, self.deadline_s):
                 missing = sorted(set(range(self.world)) - set(self.posts[key]))
                 raise DeadlineError(f"{what}: workers {missing} did not come within {self.deadline_s:g} s")
-            if self.error:
-                raise PeerError("another worker failed", why=str(self.error))
+            self.raise_cause()
             posts = self.posts[key]
         differ(what, [posts[r][0] for r in range(self.world)])
         return [posts[r][1] for r in range(self.world)]
@@ -47,12 +48,40 @@ class Room:
             self.error = self.error or error
             self.changed.notify_all()
 
+    # As membership/board.py has them, for those who do not meet.
+
+    def raise_cause(self) -> None:
+        if self.error:
+            raise PeerError("another worker failed", why=str(self.error))
+
+    def count(self, key: str, more: int = 1) -> int:
+        with self.changed:
+            self.counts[key] = self.counts.get(key, 0) + more
+            return self.counts[key]
+
+    def first(self, key: str, text: str) -> None:
+        with self.changed:
+            self.words.setdefault(key, text)
+            self.changed.notify_all()
+
+    def seen(self, key: str, seconds: float) -> str | None:
+        with self.changed:
+            self.changed.wait_for(lambda: self.error or key in self.words, seconds)
+            return self.words.get(key)
+
+    def forget(self, *keys: str) -> None:
+        with self.changed:
+            for key in keys:
+                self.counts.pop(key, None)
+                self.words.pop(key, None)
+
 
 class ThreadComm:
     """A worker that is a thread. Results are computed in rank order, so they are bitwise equal everywhere."""
 
     def __init__(self, room: Room, rank: int, name: str = "") -> None:
         self.room, self.rank, self.world, self.name = room, rank, room.world, name
+        self.board = room
         self.sent = self.ops = self._agreed = 0
 
     def mean(self, x: Tensor) -> Op:

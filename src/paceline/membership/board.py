@@ -6,10 +6,11 @@ be more than text: messages are JSON. Nothing here is on the fast path of a step
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from paceline.errors import DeadlineError, MismatchError, PacelineError, PeerError, differ
@@ -41,6 +42,34 @@ class StoreBoard:
         """What the other workers wrote under key/<rank>, where they did."""
         found = {r: self.read(f"{key}/{r}") for r in range(self.world) if r != self.rank}
         return {r: value for r, value in found.items() if value is not None}
+
+    # ------------------------------------------------------------------------------------------------ arrivals
+
+    def count(self, key: str, more: int = 1) -> int:
+        """Add to a counter that all workers share; what it says then."""
+        with _served():
+            return int(self.store.add(key, more))
+
+    def first(self, key: str, text: str) -> None:
+        """Written once: who comes later changes nothing."""
+        with _served():
+            self.store.compare_set(key, "", text)
+
+    def seen(self, key: str, seconds: float) -> str | None:
+        """What `first` wrote there, by whomever; None if nobody does within so many seconds."""
+        end, pause = time.monotonic() + seconds, 0.0005
+        with _served():
+            while not self.store.check([key]):
+                if time.monotonic() > end:
+                    return None
+                time.sleep(pause := min(2 * pause, 0.004))
+            return str(self.store.get(key).decode())
+
+    def forget(self, *keys: str) -> None:
+        """Only what no worker will ask for again."""
+        with _served():
+            for key in keys:
+                self.store.delete_key(key)
 
     # ------------------------------------------------------------------------------------------------ causes
 
@@ -159,6 +188,18 @@ class StoreBoard:
     def _gave_up(self, error: PeerError) -> PeerError:
         self.post_cause(error)
         return error
+
+
+@contextlib.contextmanager
+def _served() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(
+            "the store does not answer any more",
+            why=str(error).splitlines()[0],
+            do="look at the output of the launcher, or of worker 0 if there is none: one of them serves it",
+        ) from None
 
 
 def stuck(waits: dict[int, Any], world: int) -> bool:

@@ -1,0 +1,132 @@
+"""Average with a few others, not with all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from paceline.knobs import knob
+from paceline.parts import KEEPS, Sync
+from paceline.pipeline import Task
+from paceline.registry import register
+
+if TYPE_CHECKING:
+    from paceline.bucket import Bucket
+    from paceline.exchange import Exchange
+
+Graph = Literal["exponential", "full", "ring", "shift_one"]
+_NAIVE = (
+    "weights travel whole between neighbours, and what is rounded off weights does not fade as what is rounded off "
+    "gradients does; naive compression of them needs tracked copies: use the sync gossip_lowbit, or the reducer exact"
+)
+
+
+@register
+@dataclass(kw_only=True)
+class Gossip(Sync):
+    """Every worker steps by its own gradient and averages its weights with its neighbours': wᵢ ← Σⱼ Mᵢⱼ·wⱼ − η·gᵢ.
+
+    M is doubly stochastic in every step and for every number of workers, odd ones too: so the mean of all weights goes
+    by the mean gradient, whatever the graph is, and averaging alone brings all weights to their mean.
+
+    exponential: one message a step, from the worker 2ᵏ places back, k counting up; after ⌈log₂ W⌉ steps everybody has
+    heard of everybody. ring: both neighbours. shift_one (BAGUA's): the lower half of the workers in pairs with the
+    upper half, moved on by one in each step; an odd number has no pairs, so there weights go round the circle, at all
+    distances in turn. full: everyone, by all-reduce.
+
+    With overlap the weights at the end of a step travel during the next forward and backward, and what they bring is
+    added before the optimizer steps (D-PSGD, BAGUA): w ← w + (average − w as it was sent). Without it the average
+    replaces w after the optimizer's step (adapt, then combine), and the wire is waited for.
+    """
+
+    name: ClassVar[str] = "gossip"
+    paper: ClassVar[str] = "Lian et al., D-PSGD, NIPS 2017; Assran et al., ICML 2019 (exponential); Gan et al., BAGUA"
+    formula: ClassVar[str] = "n·s; ring 2·n·s (W = 2: n·s); full 2·n·s·(W−1)/W; once in `every` steps"
+    limit: ClassVar[dict[str, Any]] = {"graph": "full", "overlap": False}
+    needs: ClassVar[dict[str, str]] = {
+        "whole parameters": "workers average whole replicas; use the layout replicated",
+        "exact mean": _NAIVE,
+    }
+    refuses: ClassVar[dict[str, str]] = {"leftover": _NAIVE, KEEPS: _NAIVE}
+
+    graph: Graph = knob("exponential", "whose weights are averaged: one other's, both neighbours', or everyone's")
+    every: int = knob(1, "steps between two averages; more saves bytes, and workers drift further apart", low=1)
+    overlap: bool = knob(True, "weights travel during the next forward and backward, and arrive a step later")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._sent: dict[int, Tensor] = {}  # bucket -> the weights as they were sent
+        self._flying: dict[int, Task[Tensor]] = {}  # bucket -> the average they become part of
+
+    def due(self, step: int) -> bool:
+        return False
+
+    async def before_step(self, b: Bucket, ex: Exchange) -> None:
+        if b.index in self._flying:
+            await self._arrive(b)
+
+    async def on_step(self, b: Bucket, ex: Exchange) -> None:
+        if (ex.step + 1) % self.every:
+            return
+        w = self._sent[b.index] = b.weights(self._sent.get(b.index))
+        average = Task(self._average(w, ex))
+        if self.overlap:
+            self._flying[b.index] = average
+        else:
+            b.write(await average)
+
+    async def _average(self, w: Tensor, ex: Exchange) -> Tensor:
+        turn, comm = ex.step // self.every, ex.comm
+        if self.graph == "full":
+            return await comm.mean(w.clone())
+        if self.graph == "shift_one" and ex.world % 2 == 0:
+            way = [comm.swap(w, *peers(self.graph, turn, ex.rank, ex.world))]
+        elif self.graph == "ring":
+            way = [comm.shift(w, by) for by in (1, -1)[: ex.world - 1]]  # of two workers each is both neighbours
+        else:
+            way = [comm.shift(w, distance(self.graph, turn, ex.world))]
+        total = w
+        for one in way:
+            total = total + await one
+        return total / (1 + len(way))
+
+    async def _arrive(self, b: Bucket) -> None:
+        """As overwriting, where nobody has changed the weights meanwhile."""
+        average = await self._flying.pop(b.index)
+        b.write(b.weights().add_(average - self._sent[b.index]))
+
+    def settle(self, ex: Exchange) -> None:
+        for b in ex.buckets:
+            if b.index in self._flying:
+                Task(self._arrive(b)).finish()
+
+
+def distance(graph: Graph, turn: int, world: int) -> int:
+    """How many places back around the circle the one peer of this turn is."""
+    if graph == "exponential":
+        return 1 << turn % max(1, (world - 1).bit_length())
+    return 1 + turn % max(1, world - 1)
+
+
+def peers(graph: Graph, turn: int, rank: int, world: int) -> list[int]:
+    """Those whose weights worker `rank` averages with its own, all counting the same."""
+    if graph == "full":
+        return [r for r in range(world) if r != rank]
+    if graph == "ring":
+        return sorted({(rank - 1) % world, (rank + 1) % world} - {rank})
+    if graph == "shift_one" and world % 2 == 0:
+        half = world // 2
+        return [half + (turn + rank) % half if rank < half else (rank - half - turn) % half]
+    return [r for r in [(rank - distance(graph, turn, world)) % world] if r != rank]
+
+
+def mixing(graph: Graph, turn: int, world: int) -> Tensor:
+    """M of one turn: row i says what worker i's average is made of."""
+    M = torch.zeros(world, world, dtype=torch.float64)
+    for rank in range(world):
+        those = [rank, *peers(graph, turn, rank, world)]
+        M[rank, those] = 1 / len(those)
+    return M

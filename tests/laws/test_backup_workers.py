@@ -1,0 +1,310 @@
+"""backup_workers: the first K of N gradients make an update. The order of arrivals is written, so runs repeat."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import processes
+import threads
+from laws_table import WORLDS
+from paceline import registry
+from paceline.consensus import agreed
+from paceline.errors import DeadlineError, MethodError
+from paceline.method import Method, method
+from paceline.syncs._rounds import Rounds
+from paceline.syncs.backup_workers import BackupWorkers
+from paceline.threadcomm import Room, ThreadComm
+from rig import Rig, close, data, loop, mlp, same, sgd, train, weights
+
+LAM = 0.7
+
+
+class Play:
+    """All workers in one process, in fp64, and the order in which their gradients come: turn by turn, one worker
+    arrives. A worker that has made its steps ends.
+    """
+
+    def __init__(self, world, backups, late, steps, seed=0):
+        self.world, self.k, self.late = world, max(1, world - backups), late
+        self.model = mlp().double()
+        self.params, self.opt = list(self.model.parameters()), sgd(self.model)
+        self.left, self.made = list(steps), [0] * world
+        self.batches = data(max(steps))
+        self.version = [0] * world
+        self.r, self.ended, self.ages, self.dropped = 0, set(), [{} for _ in steps], [0] * world
+        self.arrived = []  # rank, gradient, weight, age
+        self.waiting = set()
+        self.turns = []  # (rank, who is ready to come, how many have ended)
+        self.gradient = [self.compute(rank) for rank in range(world)]
+        dice = random.Random(seed)
+        while ready := [r for r in range(world) if r not in self.ended | self.waiting]:
+            rank = dice.choices(ready, [1 if r == 0 else 4 for r in ready])[0]  # worker 0 is slow
+            self.turns.append((rank, set(ready), len(self.ended)))
+            self.arrive(rank)
+
+    def compute(self, rank):
+        x, y = self.batches[self.made[rank]]
+        mine = slice(rank * 12 // self.world, (rank + 1) * 12 // self.world)
+        loss = nn.functional.cross_entropy(self.model(x[mine].double()), y[mine])
+        g = torch.autograd.grad(loss, self.params)
+        return g, [p.detach().clone() for p in self.params], self.r
+
+    def arrive(self, rank):
+        g, then, version = self.gradient[rank]
+        age = self.r - version
+        if age and self.late == "drop":
+            self.dropped[rank] += 1
+            self.back(rank)
+            return
+        if age and self.late == "dc":
+            g = [x + LAM * x * x * (p.detach() - w) for x, p, w in zip(g, self.params, then, strict=True)]
+        self.arrived.append((rank, g, 1 / (1 + age) if self.late == "weigh" else 1.0, age))
+        self.waiting.add(rank)
+        self.go()
+
+    def go(self):
+        while self.arrived and len(self.arrived) >= min(self.k, self.world - len(self.ended)):
+            total = sum(c for _, _, c, _ in self.arrived)
+            for i, p in enumerate(self.params):
+                p.grad = sum(g[i] * c for _, g, c, _ in self.arrived) / total
+            self.opt.step()
+            self.r += 1
+            came, self.arrived = self.arrived, []
+            for rank, _, _, age in came:
+                self.ages[rank][age] = self.ages[rank].get(age, 0) + 1
+                self.waiting.discard(rank)
+                self.back(rank)
+
+    def back(self, rank):
+        """It has the newest weights, and begins its next step or ends."""
+        self.made[rank] += 1
+        if self.made[rank] == self.left[rank]:
+            self.ended.add(rank)
+            self.go()
+        else:
+            self.gradient[rank] = self.compute(rank)
+
+
+class Stage:
+    """Lets thread-workers come in a play's order: the next one comes when all who can be are ready."""
+
+    def __init__(self, play, room):
+        self.turns, self.room = play.turns, room
+        self.changed, self.ready, self.turn = threading.Condition(), set(), 0
+
+    def _next(self, rank):
+        if self.room.error:
+            return True
+        who, ready, ended = self.turns[self.turn]
+        key = "rounds/background of /0/ended"
+        return who == rank and self.ready == ready and self.room.counts.get(key, 0) == ended
+
+    def come(self, rank):
+        with self.changed:
+            self.ready.add(rank)
+            self.changed.notify_all()
+            while not self.changed.wait_for(lambda: self._next(rank), 0.01):
+                pass
+            self.ready.discard(rank)
+            self.turn += 1
+
+
+def perform(play, backups, late):
+    stages = []
+
+    def work(comm):
+        with comm.room.changed:
+            if not stages:
+                stages.append(Stage(play, comm.room))
+        model = mlp().double()
+        opt = sgd(model)
+        rig = Rig(comm, model, opt, spec=Method(sync=BackupWorkers(backups=backups, late=late, lam=LAM)))
+        sync = rig.engine.method.sync
+        sync.ready = lambda ex: stages[0].come(comm.rank)
+        loop([(x.double(), y) for x, y in play.batches[: play.left[comm.rank]]], model, opt, rig.take)
+        own = weights(model)
+        with agreed(rig.engine):
+            inside = weights(model)
+        assert torch.equal(weights(model), inside), f"after {own}"
+        return inside, dict(sync.ages), sync.dropped
+
+    return threads.run(play.world, work)
+
+
+@pytest.mark.parametrize("late", ["drop", "weigh", "dc"])
+@pytest.mark.parametrize(("world", "backups"), [(2, 1), (3, 1), (3, 2), (4, 1), (4, 2)])
+def test_it_goes_as_the_play(world, backups, late):
+    steps = [4, 9, 8, 7][:world]
+    play = Play(world, backups, late, steps)
+    first, second = perform(play, backups, late), perform(play, backups, late)
+    result = same([w for w, _, _ in first])
+    close(result, weights(play.model), 1e-12)
+    assert torch.equal(result, same([w for w, _, _ in second]))
+    assert [ages for _, ages, _ in first] == play.ages
+    assert [dropped for _, _, dropped in first] == play.dropped
+    if late == "drop":
+        assert sum(play.dropped) > 0
+    else:
+        assert any(age for ages in play.ages for age in ages)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_without_backups_it_is_every_step_bit_for_bit(world):
+    spec = Method(sync=BackupWorkers(backups=0))
+    assert torch.equal(same(train(world, data(8), spec=spec)), same(train(world, data(8))))
+
+
+def free(world, steps, sync, batches=None, slow=0.0):
+    """Nobody writes the order."""
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        rig = Rig(comm, model, opt, spec=Method(sync=sync))
+        if comm.rank == 0 and slow:
+            rig.engine.method.sync.ready = lambda ex: time.sleep(slow)
+        half = steps // 2
+        mine = batches or data(steps)
+        loop(mine[:half], model, opt, rig.take)
+        with agreed(rig.engine):
+            middle = weights(model)
+        loop(mine[half:], model, opt, rig.take)
+        rig.engine.method.sync.settle(rig.engine.ex)
+        own = rig.engine.method.sync
+        return middle, weights(model), sum(own.ages.values()) + own.dropped
+
+    results = threads.run(world, work)
+    for part in (0, 1):
+        assert same([r[part] for r in results]).isfinite().all()
+    return [r[2] for r in results]
+
+
+@pytest.mark.parametrize("late", ["drop", "weigh", "dc"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_at_every_meeting_all_have_the_same_weights_and_no_gradient_is_forgotten(world, late):
+    counted = free(world, 8, BackupWorkers(backups=1, late=late), slow=0.005)
+    assert counted == [8 if world > 1 else 0] * world
+
+
+def test_an_update_needs_somebody():
+    with pytest.raises(MethodError, match="backups=2, but there are only 2 workers"):
+        free(2, 6, BackupWorkers(backups=2))
+
+
+def test_a_gradient_that_is_not_finite_is_not_offered():
+    batches = data(8)
+    batches[2][0][:4] = torch.nan  # worker 0's
+    with pytest.warns(UserWarning, match="worker 0 is not finite"):
+        counted = free(3, 8, BackupWorkers(backups=1), batches)
+    assert counted == [7, 8, 8]
+
+
+def test_who_came_after_the_word_is_not_in_the_sum():
+    """Worker 1's thread has not heard of the word yet when its gradient comes: counted too late, it stays out."""
+
+    class Slow(Room):
+        def __init__(self, world):
+            super().__init__(world)
+            self.gate = threading.Event()
+
+        def seen(self, key, seconds):
+            if threading.current_thread().name.endswith("of 1"):
+                self.gate.wait(20)
+            return super().seen(key, seconds)
+
+    room = Slow(2)
+    pair = [ThreadComm(room, rank, "lane") for rank in range(2)]
+    both = []
+    for comm in pair:
+        both.append(Rounds(comm, 0, 1, torch.zeros(1)))
+        both[-1]._thread.name += f" of {comm.rank}"
+    both[0].offer(0, torch.tensor([3.0]))
+    both[1].offer(0, torch.tensor([5.0]))
+    room.gate.set()
+    assert [r.take(0) for r in both] == [(torch.tensor([3.0]), True), (torch.tensor([3.0]), False)]
+    for r in both:
+        r.end()
+    for r in both:
+        r.close(1)
+    assert not any("arrived" in key or key.endswith("0/0/go") for key in room.counts | room.words if "/0/0/" in key)
+
+
+def test_too_few_gradients_are_an_error_in_time():
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        rig = Rig(comm, model, opt, spec=Method(sync=BackupWorkers(backups=1)))
+        if comm.rank == 0:
+            loop(data(1), model, opt, rig.take)
+
+    with pytest.raises(DeadlineError, match="update 0 did not come"):
+        threads.run(3, work, deadline_s=0.3)
+
+
+def test_a_worker_that_fails_ends_the_others():
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        rig = Rig(comm, model, opt, spec=Method(sync=BackupWorkers(backups=1)))
+        loop(data(3), model, opt, rig.take)
+        if comm.rank == 2:
+            raise RuntimeError("on purpose")
+        loop(data(50), model, opt, rig.take)
+        rig.engine.method.sync.settle(rig.engine.ex)
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        threads.run(3, work)
+
+
+@pytest.mark.parametrize("knobs", [{"backups": -1}, {"backups": True}, {"late": "never"}, {"lam": -1.0}])
+def test_bad_knobs(knobs):
+    with pytest.raises(MethodError):
+        registry.find("backup_workers")(**knobs)
+
+
+def test_a_reducer_that_estimates_is_refused():
+    with pytest.raises(MethodError, match="exact mean"):
+        method("backup_workers+int8")
+
+
+def job(rank, late, dies=None):
+    import paceline
+
+    model = mlp()
+    opt = sgd(model)
+    model, opt = paceline.prepare(model, opt, method="backup_workers", late=late, bucket_mb=0.0005, deadline=20)
+    sync = next(iter(paceline.api._session.pack)).method.sync
+    for t, (x, y) in enumerate(data(10 if rank else 4)):
+        if rank == 0:
+            time.sleep(0.02)
+        if rank == dies and t == 2:
+            os._exit(9)
+        nn.functional.cross_entropy(model(x[rank::3]), y[rank::3]).backward()
+        opt.step()
+        opt.zero_grad()
+    with paceline.agreed():
+        inside = weights(model)
+    return inside, sum(sync.ages.values()) + sync.dropped
+
+
+@pytest.mark.parametrize(("world", "late"), [(2, "drop"), (3, "weigh"), (4, "dc")])
+def test_between_processes(world, late):
+    results = processes.values(processes.run(world, job, late))
+    assert same([w for w, _ in results]).isfinite().all()
+    assert [n for _, n in results] == [4] + [10] * (world - 1)
+
+
+@pytest.mark.parametrize("dies", [0, 2])
+def test_a_process_that_dies_ends_the_others(dies):
+    """With worker 0 the store is gone, and nobody can be named."""
+    outcomes = processes.run(3, job, "drop", dies)
+    assert outcomes.pop(dies).error == "Died"
+    assert {o.error for o in outcomes} == {"PeerError"}, [o.message for o in outcomes]
+    assert dies == 0 or all("worker 2" in o.message for o in outcomes), [o.message for o in outcomes]
