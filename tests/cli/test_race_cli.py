@@ -121,7 +121,13 @@ def test_ctrl_c_prints_what_is_known(tmp_path: Path) -> None:
         *PACELINE, "race", str(script), "--methods", "exact", "--link", "unlimited", "--steps", "100000",
         "--keep", str(keep),
     ]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
+    ) as process:
         events, end = keep / "exact" / "worker-0.jsonl", time.monotonic() + 80
         while not (events.is_file() and events.read_text().count('"event":"step"') > 20):
             assert process.poll() is None
