@@ -92,6 +92,39 @@ def _row(method: str, cells: list[dict[str, Any] | None]) -> list[str]:
     return [method, steps, *("" if c is None else f"{c['seconds']:.1f}" if c["seconds"] else "–" for c in cells)]
 
 
+def whole_runs(name: str) -> Iterator[str]:
+    """Of a sync: seconds to the target as they were, beside exact's."""
+    book = results("time_to_accuracy")
+    rows = book.get("syncs_summary", [])
+    spec = book.get("syncs_knobs", {})
+    mine = [row for row in rows if row["method"] in spec and name in spec[row["method"]][0].split("+")]
+    if not mine or registry.find(name).axis != "sync":
+        return
+    yield "## Measured"
+    yield ""
+    yield "Whole runs, two cores, one seed (`bench/results/time_to_accuracy.json`, part `syncs`); exact on"
+    yield "a slow link by steps × step time."
+    yield ""
+    for method in dict.fromkeys(row["method"] for row in mine):
+        what, knobs = spec[method]
+        said = ", ".join(f"{k}={v}" for k, v in knobs.items())
+        yield from table(
+            [f"{what} {said and f'({said})'}".strip(), "seconds", "over exact, free link", "exact there over it"],
+            [
+                [f"{r['task']}, {r['workers']} workers, {r['condition']}", *(_number(r[key]) for key in _WHOLE)]
+                for r in mine
+                if r["method"] == method
+            ],
+        )
+
+
+_WHOLE = ("seconds", "over_exact_unlimited", "faster_than_exact_here")
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
 def costs(name: str) -> Iterator[str]:
     cpu, gpu = results("reducers"), results("kernels_gpu")
     rows = [row for row in cpu.get("rows", []) if row["code"] in CPU.get(name, ())]
@@ -111,7 +144,7 @@ def costs(name: str) -> Iterator[str]:
 def page(name: str, text: str) -> str:
     """The page with its tables as they should be."""
     cls = registry.find(name)
-    made = [*knobs(cls), *to_target(name), *costs(name)]
+    made = [*knobs(cls), *to_target(name), *whole_runs(name), *costs(name)]
     return "\n".join([text.partition(MARK)[0].rstrip(), "", MARK, "", *made]).rstrip() + "\n"
 
 

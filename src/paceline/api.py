@@ -180,6 +180,7 @@ def _loader(session: Session, source: Any, method: Method, settings: Settings, e
         seed=int(seed),
         on_batch=hand_out,
         gate=session.gate,
+        meet=session.meet if method.sync.own_pace else None,
     )
 
 

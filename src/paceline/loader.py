@@ -55,6 +55,7 @@ class Loader:
         seed: int = 0,
         on_batch: Callable[[Batch], None] | None = None,
         gate: Callable[[], bool] | None = None,
+        meet: Callable[[], None] | None = None,
     ) -> None:
         if batch not in ("global", "per_worker"):
             raise UsageError(f"batch={batch!r} is not a choice", do=nearest(str(batch), ("global", "per_worker")))
@@ -62,6 +63,7 @@ class Loader:
             raise UsageError("the loader is prepared already", do="give prepare the DataLoader itself")
         self.source, self.comm, self.recorder = source, comm, recorder
         self.weight, self.on_batch, self.gate = weight, on_batch, gate
+        self.meet = meet  # where workers keep their own pace: what brings them to a common stop
         self.current: Batch | None = None  # the batch handed out last
         self.epoch = 0
         seed %= 2**63
@@ -72,6 +74,12 @@ class Loader:
         self._turn = 0  # which iterator is the newest
         self._pieces: Pieces | None = None
         self._asks = self._from.asks or weight is not None
+        if self._asks and meet is not None and comm.world > 1:
+            raise UsageError(
+                "this loader asks all workers in every step, and this method lets them keep their own pace",
+                why="a stream or weight= is shared out batch by batch, so the fast would wait for the slow",
+                do="give a dataset with a length and no weight=, or a method whose workers step together",
+            )
         if comm.world > 1:
             facts = {**self._from.facts(), "seed": seed, "weighted": weight is not None}
             comm.agree("data", "\n".join(f"{key} {value}" for key, value in facts.items()))
@@ -126,6 +134,8 @@ class Loader:
             return
         self._newest(turn)
         start = self._handed
+        if self.meet is not None and self._from.drawer is not None:
+            self.meet()  # worker 0 draws this epoch's order for all
         self._pieces, count = self._from.begin(self.epoch, start)
         try:
             while count is None or self._handed < count:
@@ -149,7 +159,8 @@ class Loader:
         finally:
             if turn == self._turn:
                 self._leave()
-        self._from.settle(self.epoch, start)
+        if self.meet is None:
+            self._from.settle(self.epoch, start)
         self._restart(self.epoch + 1, 0)
 
     def _leave(self) -> None:
