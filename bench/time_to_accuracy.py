@@ -85,8 +85,6 @@ SYNCS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 SLOW = "one slow worker"  # a condition of `syncs`, in the place of a link
 CONDITIONS = ("unlimited", "100mbit", "10mbit", SLOW)
-SYNC_GOALS = {"10mbit": 1.2}  # over exact without a limit
-SLOW_GOAL = 1.5  # exact's seconds over the best of ours, with a slow worker
 
 TORCH = ("torch:ddp", "torch:fp16", "torch:powersgd")
 YARDSTICK = "floor"
