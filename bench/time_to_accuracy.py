@@ -70,7 +70,8 @@ TUNED: dict[str, tuple[str, dict[str, Any]]] = {
 SYNCS: dict[str, tuple[str, dict[str, Any]]] = {
     "local_sgd": ("local_sgd", {"every": 8}),
     "local_sgd powersgd": ("local_sgd+powersgd", {"every": 8, "rank": 8, "wire": "bf16", "delay": 3}),
-    "local_sgd powersgd often": ("local_sgd+powersgd", {"every": 4, "rank": 8, "wire": "bf16", "delay": 2}),
+    "local_sgd powersgd H=4": ("local_sgd+powersgd", {"every": 4, "rank": 8, "wire": "bf16", "delay": 2}),
+    "local_sgd powersgd H=2": ("local_sgd+powersgd", {"every": 2, "rank": 8, "wire": "bf16", "delay": 1}),
     "post_local_sgd": ("post_local_sgd+powersgd", {"start": 20, "every": 8, "rank": 8, "wire": "bf16", "delay": 3}),
     "slowmo powersgd": ("slowmo+powersgd", {"every": 8, "beta": 0.3, "rank": 8, "wire": "bf16", "delay": 3}),
     "diloco powersgd": ("diloco+powersgd", {"every": 16, "rank": 8, "wire": "bf16", "delay": 3}),
@@ -409,7 +410,8 @@ def summary(book: Book) -> Iterator[Cell]:
 
 def syncs_summary(book: Book) -> Iterator[Cell]:
     """By condition: each method's seconds to the target over exact's without a limit, and exact's own over it (on a
-    slow link as steps × step time: a whole run of it would take the better part of an hour).
+    slow link as steps × step time: a whole run of it would take the better part of an hour); and how good the model is
+    at the end of the run, in the same steps. Means over the seeds.
     """
     by_steps = {(c["task"], c["workers"], c["link"]): c["seconds"] for c in estimates(book) if c["method"] == "exact"}
     for task, workers, condition in sorted({(c["task"], c["workers"], c["condition"]) for c in book.cells["syncs"]}):
@@ -418,6 +420,11 @@ def syncs_summary(book: Book) -> Iterator[Cell]:
         def seconds(name: str, condition: str, where: Cell = where) -> float | None:
             met = [c.get("seconds") for c in book.find("syncs", **where, method=name, condition=condition)]
             return statistics.mean(s for s in met if s) if met and all(met) else None
+
+        def last(name: str, condition: str, where: Cell = where) -> float | None:
+            cells = book.find("syncs", **where, method=name, condition=condition)
+            ends = [c["curve"][-1][-1] for c in cells if c.get("curve")]
+            return statistics.mean(ends) if ends else None
 
         free = seconds("exact", "unlimited")
         here = seconds("exact", condition) or by_steps.get((task, workers, condition))
@@ -429,9 +436,12 @@ def syncs_summary(book: Book) -> Iterator[Cell]:
                 **where,
                 "condition": condition,
                 "method": name,
+                "seeds": len(book.find("syncs", **where, method=name, condition=condition)),
                 "seconds": _rounded(took),
                 "over_exact_unlimited": _rounded(took / free) if took and free else None,
                 "faster_than_exact_here": _rounded(here / took) if took and here else None,
+                "last_value": _rounded(last(name, condition)),
+                "exacts_last_value": _rounded(last("exact", "unlimited")),
             }
 
 
@@ -483,11 +493,12 @@ def syncs_table(book: Book) -> Iterator[str]:
     for task, workers, condition in dict.fromkeys((r["task"], r["workers"], r["condition"]) for r in rows):
         here = [r for r in rows if (r["task"], r["workers"], r["condition"]) == (task, workers, condition)]
         yield f"{task}, {workers} workers, {condition}: seconds to {Target.parse(TASKS[task].target)}, whole runs"
-        yield f"{'method':26s}{'seconds':>9s}{'over exact, free link':>23s}{'exact here over it':>20s}"
+        yield f"{'method':23s}{'seeds':>6s}{'seconds':>9s}{'over exact free':>17s}{'exact here over':>17s}{'last':>7s}"
         for row in sorted(here, key=lambda r: r["seconds"] or math.inf):
-            keys = [("seconds", 9, 1), ("over_exact_unlimited", 23, 2), ("faster_than_exact_here", 20, 2)]
+            ratios = [("over_exact_unlimited", 17, 2), ("faster_than_exact_here", 17, 2)]
+            keys = [("seeds", 6, 0), ("seconds", 9, 1), *ratios, ("last_value", 7, 3)]
             words = [(f"{row[key]:.{digits}f}" if row[key] else "–").rjust(width) for key, width, digits in keys]
-            yield f"{row['method']:26s}{''.join(words)}"
+            yield f"{row['method']:23s}{''.join(words)}"
         yield ""
 
 
@@ -572,7 +583,7 @@ def fill_syncs(
     chosen: Sequence[str],
     limit: int,
 ) -> None:
-    for condition, seed, name in itertools.product(conditions, seeds, ("exact", *SYNCS)):
+    for seed, condition, name in itertools.product(seeds, conditions, ("exact", *SYNCS)):
         key = {"task": task, "method": name, "workers": workers, "condition": condition, "seed": seed}
         slow_exact = name == "exact" and condition in LINKS[2:]  # hundreds of seconds, and in `seconds_to_target`
         if name in chosen and not slow_exact and not book.known("syncs", **key):

@@ -116,7 +116,7 @@ def _engines(session: Session, things: Things, method: Method, settings: Setting
             pack=session.pack,
             buffers=i == 0,
             slow_link=session.link_mbit < SLOW_MBIT,
-            background=session.world.lane(f"background {len(session.pack)}") if own.sync.background else None,
+            background=session.world.lane(f"background {len(session.pack)}") if own.wants_background() else None,
         )
         session.engines[id(optimizer)] = engine
         session.kept.append(optimizer)
@@ -140,6 +140,7 @@ def assemble(
     """An engine over one optimizer's parameters, hooked up. `pack` is all engines of this worker."""
     method.check(things.facts(optimizer))
     bucket_bytes = settings.bucket_bytes(slow_link=slow_link)
+    bucket_bytes = min(bucket_bytes, method.order.piece_bytes() or bucket_bytes)
     gpu = any(p.is_cuda for _, p in things.parameters(optimizer))
     engine = Engine(
         optimizer,

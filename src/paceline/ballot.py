@@ -41,14 +41,16 @@ def all_well(b: Bucket) -> bool:
 class Ballot:
     """One vote, under way from the moment it is made."""
 
-    def __init__(self, comm: Comm, buckets: list[Bucket], extremes: list[Tensor], *, step: int, backwards: int) -> None:
+    def __init__(
+        self, comm: Comm, buckets: list[Bucket], extremes: list[Tensor], *, step: int, backwards: int, backlog: float
+    ) -> None:
         """`extremes`: the smallest and largest element of every bucket, in which NaN and infinity show."""
         self.world, self.buckets = comm.world, buckets
         stamps = [0.0] * comm.world
         stamps[comm.rank] = float(step * _BACKWARDS + backwards)
         self.arrived = [[s.arrived for s in b.slots] for b in buckets]
         flags = [float(a) for bucket in self.arrived for a in bucket]
-        votes = torch.tensor([0.0] * comm.world + stamps + flags, dtype=torch.float64)
+        votes = torch.tensor([0.0] * comm.world + stamps + flags + [backlog], dtype=torch.float64)
         if extremes:
             device = extremes[0].device
             votes = votes.to(device)
@@ -68,7 +70,7 @@ class Ballot:
         votes = self.wait()
         if votes.is_cuda and all(all(a) for a in self.arrived):
             return self.arrived
-        counts = iter(votes[2 * self.world :].tolist())
+        counts = iter(votes[2 * self.world : -1].tolist())
         return [[next(counts) > 0 for _ in bucket] for bucket in self.arrived]
 
     def bad(self) -> list[int]:
@@ -76,6 +78,10 @@ class Ballot:
         votes = self.wait()[: 2 * self.world].tolist()
         _same_step(votes[self.world :])
         return [rank for rank, bad in enumerate(votes[: self.world]) if bad]
+
+    def backlog(self) -> float:
+        """The mean over the workers."""
+        return self.wait()[-1].item() / self.world
 
 
 def _same_step(stamps: list[float]) -> None:
@@ -110,22 +116,31 @@ def _extremes(grad: Tensor) -> Sequence[Tensor]:
 class Poll:
     """What the workers know of one backward: by whisper where that is enough, else by ballot."""
 
-    def __init__(self, comm: Comm, *, guard: bool, whispers: bool) -> None:
-        self.comm, self.guard, self.whispers = comm, guard, whispers
-        self.ballot: Ballot | None = None
+    def __init__(self, comm: Comm, *, guard: bool, whispers: bool, late: int = 0) -> None:
+        """`late`: a step's means are used that many steps later, and so is what was said of them."""
+        self.comm, self.guard, self.whispers, self.late = comm, guard, whispers, late
+        self._votes: dict[int, Ballot] = {}  # by step: the last one's, and those that are not used yet
         self._extremes: list[Tensor] = []
         self._last: Bucket | None = None  # the bucket that carries the whisper
         self._at = (0, 0)
 
+    @property
+    def ballot(self) -> Ballot | None:
+        """The one to go by in this step."""
+        return self._votes.get(self._at[0] - self.late)
+
     def begin(self, step: int, backwards: int) -> None:
         self._at = (step, backwards)
         self._extremes.clear()
-        self.ballot = self._last = None
+        self._votes = {s: ballot for s, ballot in self._votes.items() if step - self.late <= s < step}
+        self._last = None
 
     def look(self, b: Bucket) -> None:
         """A bucket is about to leave."""
         if self.guard:
             self._extremes += torch.aminmax(b.flat)  # NaN and infinity show in them; the cheapest pass there is
+        if self.late:  # the others hear of it when it has long been in somebody's memory
+            b.flat.nan_to_num_(0.0, 0.0, 0.0)
 
     def close(self, b: Bucket, buckets: list[Bucket]) -> None:
         """... and it is the last one."""
@@ -138,23 +153,32 @@ class Poll:
         absent = any(s.param.requires_grad and not s.arrived for b in buckets for s in b.slots)
         return absent or not all(math.isfinite(x) for x in self._extremes)
 
-    def call(self, buckets: list[Bucket]) -> None:
-        """All have left: vote now, unless it was whispered."""
+    def call(self, buckets: list[Bucket], backlog: float = 0.0) -> None:
+        """All are loaded: vote now, unless it was whispered. `backlog`: bytes under way, for the order."""
         if self._last is None:
-            self._vote(buckets)
+            self._vote(buckets, backlog)
 
     def used(self, buckets: list[Bucket]) -> list[list[bool]]:
         """All have come back: for each bucket, which of its parameters got a gradient from anyone."""
         if self._last and not all_well(self._last):
             self._vote(buckets)
-        return self.ballot.used() if self.ballot else [[s.arrived for s in b.slots] for b in buckets]
+        said = self.ballot.used() if self.ballot else []
+        return said + [[s.arrived and not self.late for s in b.slots] for b in buckets[len(said) :]]
 
-    def _vote(self, buckets: list[Bucket]) -> None:
+    def _vote(self, buckets: list[Bucket], backlog: float = 0.0) -> None:
         step, backwards = self._at
-        self.ballot = Ballot(self.comm, buckets, self._extremes, step=step, backwards=backwards)
+        self._votes[step] = Ballot(self.comm, buckets, self._extremes, step=step, backwards=backwards, backlog=backlog)
+
+    def backlog(self) -> float:
+        return self.ballot.backlog() if self.ballot else 0.0
 
     def bad(self) -> list[int]:
+        """The workers whose gradients, of those that this step goes by, are not finite."""
         return self.ballot.bad() if self.ballot else []
+
+    def heard(self) -> None:
+        """A step was given up for what the ballot said; the next attempt goes by the same means, and makes it."""
+        self._votes.pop(self._at[0] - self.late, None)
 
     def bad_alone(self, params: Iterable[Tensor]) -> list[int]:
         """Gradients that nobody else sees: this worker, if they are not finite."""

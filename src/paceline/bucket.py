@@ -42,9 +42,19 @@ class Bucket:
         for name, param in named:
             start = self.slots[-1].stop if self.slots else 0
             self.slots.append(Slot(name, param, self.flat, start))
+        self.whole, self.start, self.pieces = self, 0, [self]  # what it is a piece of, from where; as what it travels
         self.waiting_for = 0  # parameters whose gradient is still to come in this backward
         self.holds = False  # flat already carries earlier micro-batches of the window
         self._fresh: list[Slot] = []
+
+    def divide(self, cap_bytes: int, world: int) -> None:
+        """Let it travel in pieces of at most this size, so that others can go in between."""
+        grain = _ALIGN * world
+        length = max(cap_bytes // self.flat.itemsize // grain, 1) * grain
+        starts = range(0, self.n, length)
+        if len(starts) > 1:
+            stops = [*starts[1:], self.flat.numel()]
+            self.pieces = [Piece(self, k, *ends) for k, ends in enumerate(zip(starts, stops, strict=True))]
 
     @property
     def tail(self) -> Tensor:
@@ -116,6 +126,8 @@ class Bucket:
     def abandon(self) -> None:
         """A failed exchange may still write into flat: leave it to that and take a new vector."""
         self.flat = torch.zeros_like(self.flat)
+        for piece in self.pieces:
+            piece.flat = self.flat[piece.start : piece.start + piece.flat.numel()]
         for s in self.slots:
             s.view = _view(self.flat[s.start : s.stop], s.param)
             s.param.grad = None
@@ -142,6 +154,16 @@ class Bucket:
 
     def __repr__(self) -> str:
         return f"Bucket({self.index}, {len(self.slots)} parameters, {self.n} elements)"
+
+
+class Piece(Bucket):
+    """A stretch of a bucket that travels by itself. The parameters are the whole's."""
+
+    def __init__(self, whole: Bucket, k: int, start: int, stop: int) -> None:
+        self.whole, self.pieces, self.slots = whole, [self], []
+        self.index = (whole.index + 1) * 1_000_000 + k  # nobody else's
+        self.start, self.flat = start, whole.flat[start:stop]
+        self.n, self.step = min(stop, whole.n) - start, 0
 
 
 def cut(

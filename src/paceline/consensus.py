@@ -23,7 +23,7 @@ def agreed(engine: Engine) -> Iterator[None]:
     workers, of the distance to the agreed weights.
     """
     if not engine.idle:
-        engine.method.sync.settle(engine.ex)
+        engine.settle()
     if engine.idle or AGREE in engine.method.sync.facts():
         yield
         return

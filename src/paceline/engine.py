@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from paceline.ballot import Poll
 from paceline.bucket import Bucket, Slot, cut
+from paceline.crossing import Crossing
 from paceline.exchange import Exchange
 from paceline.guard import Guard, Mode
 from paceline.method import Method
@@ -51,7 +52,13 @@ class Engine:
         self.guard = Guard(guard, comm.rank, recorder)
         self.bucket_bytes, self.first_bytes = bucket_bytes, first_bytes
         self.ex = Exchange(method, comm, optimizer, recorder, background)
-        self.poll = Poll(comm, guard=guard != "off", whispers=self.ex.exact_everywhere)
+        crosses = method.order.crosses
+        self.poll = Poll(
+            self.ex.background if crosses else comm,
+            guard=guard != "off",
+            whispers=self.ex.exact_everywhere and not crosses,
+            late=method.sync.lag(),
+        )
         self.pipeline = Pipeline()
         self.window = Window(comm.world, accumulate)
         self.idle = comm.world == 1 and accumulate == 1  # nobody to agree with: gradients are left alone
@@ -61,11 +68,15 @@ class Engine:
         self.buffers = cut(buffers, comm.world, bucket_bytes)
         self.under_way = False  # a backward is
         self.asked = False  # to step; hooks.py looks whether a loss scaler did
+        self.exchanged = self.landed = False  # the gradients of this step have left; their means are here
         self._trainable: list[bool] = []
         self._weighs = False  # workers' batches have differed
-        self._unsent: list[Bucket] = []
-        self._sends = self._exchanged = False
+        self._coming: list[Bucket] = []  # of this backward, by index: not full yet, or one before them is not
+        self._ready: list[Bucket] = []  # pieces that could leave
+        self._out: list[Bucket] = []  # ... and those that have left
+        self._sends = False
         self._backwards = self._sent = 0
+        self.crossing = Crossing(self)
 
     # ------------------------------------------------------------------------------------------------ before backward
 
@@ -80,8 +91,11 @@ class Engine:
         if self._trainable:
             now = "\n".join(f"{name} {'trained' if p.requires_grad else 'frozen'}" for name, p in named)
             self.comm.agree(f"trainable parameters at step {self.ex.step}", now)
+        piece_bytes = self.method.order.piece_bytes() if self.method.reducer.cuttable() else None
         for b in cut(new, self.comm.world, self.bucket_bytes, self.first_bytes, self.method.reducer.kind):
             b.index = len(self.buckets)
+            if piece_bytes:
+                b.divide(piece_bytes, self.comm.world)
             self.buckets.append(b)
             self.watch(b)
             if self._weighs:
@@ -111,68 +125,98 @@ class Engine:
         self.under_way, self._sends = True, sends
         self._backwards += 1
         self.poll.begin(self.ex.step, self._backwards)
-        self._unsent = [b for b in self.buckets if b.active]
-        for b in self._unsent:
+        self._coming, self._ready, self._out = [b for b in self.buckets if b.active], [], []
+        for b in self._coming:
             b.arm()
 
     def arrive(self, b: Bucket, slot: Slot) -> None:
         """Autograd has accumulated a parameter's gradient."""
         b.arrive(slot)
-        if b.full and self._sends:
-            self._send(Event.READY)
+        while self._sends and self._coming and self._coming[0].full:
+            self._load(self._coming[0])
+            self._next()
+
+    def _next(self) -> None:
+        """A bucket is ready, full or not. They become so by index, on every worker alike."""
+        self._ready += self._coming.pop(0).pieces
+        self._send(Event.READY)
 
     def _send(self, event: Event) -> None:
-        for b in list(self.method.order.next(self._unsent, event)):
-            self._unsent.remove(b)
+        for b in list(self.method.order.next(self._ready, self._out, event)):
+            self._ready.remove(b)
+            self._out.append(b)
             b.step = self.ex.step
-            self._load(b)
-            self.poll.look(b)
-            if not self._unsent:
+            if not (self._coming or self._ready):
                 self.poll.close(b, self.buckets)
-            self.pipeline.start(self.ex.grad(b))
+            self.pipeline.start(self.ex.grad(b), of=b.whole, size=b.flat.nbytes)
 
     def _load(self, b: Bucket) -> None:
         b.take()
         b.flat[b.n :].zero_()  # a mean that is not exact may have left something in the padding
         if (factor := self.window.factor()) != 1.0:
             b.flat.mul_(factor)
+        if self._sends:
+            self.poll.look(b)
 
     def flush(self) -> None:
         """Backward has ended: what is not on its way yet goes now, full or not."""
         self.under_way = False
         if not self.window.closing:
-            for b in self._unsent:
+            for b in self._coming:
                 b.take()
                 b.hide()
             return
         if self._sends:
-            self._send(Event.END)
-            self.poll.call(self.buckets)
-            for b in self.buffers:
-                self.pipeline.start(self._agree_buffers(b))
+            self._send_rest()
         elif self.window.several:
-            for b in self._unsent:
+            for b in self._coming:
                 self._load(b)
                 b.bind([s.arrived for s in b.slots])
         if self.window.several:
             self.window.close()
             self._weigh_arrivals()
 
+    def _send_rest(self) -> None:
+        for b in self._coming:
+            self._load(b)
+        if self.crossing.on:  # what the next forward asks for first
+            self.poll.call(self.buckets, self.pipeline.backlog())
+            self._share_buffers()
+        while self._coming:
+            self._next()
+        self._send(Event.END)
+        if not self.crossing.on:
+            self.poll.call(self.buckets)
+            self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        for b in self.buffers:
+            self.pipeline.start(self._agree_buffers(b), of=b)
+
     def finish(self) -> None:
-        """Wait for the means; p.grad is then what the user sees."""
+        """The means; p.grad is then what the user sees."""
         if not self._sends:
             return
-        with self._waiting():
+        self.exchanged, self.landed = True, False
+        if not self.crossing.on:
+            self.land()
+            return
+        for b in self.buckets:  # who asks for them waits first, and then finds them there
+            b.bind([s.arrived for s in b.slots])
+
+    def land(self) -> None:
+        """Wait for the means."""
+        with self.waiting():
             self.pipeline.drain()
             used = self.poll.used(self.buckets)
+        self.landed = True
         if self.poll.ballot and not self.ex.exact_everywhere:
             self._poison(self.poll.ballot.any_bad())
         for b in self.buckets:
             b.bind(used[b.index])
-        self._exchanged = True
 
     @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def waiting(self) -> Iterator[None]:
         """Time and bytes go to telemetry; after a failure nothing that was under way is used again."""
         began = time.perf_counter()
         try:
@@ -183,8 +227,8 @@ class Engine:
                 b.abandon()
             raise
         self.recorder.wait_s += time.perf_counter() - began
-        self.recorder.sent += self.comm.sent - self._sent
-        self._sent = self.comm.sent
+        self.recorder.sent += self.ex.sent - self._sent
+        self._sent = self.ex.sent
 
     async def _agree_buffers(self, b: Bucket) -> None:
         tensors, views = [s.param for s in b.slots], [s.view for s in b.slots]
@@ -209,16 +253,20 @@ class Engine:
         if not self.window.closing:
             self.window.micro += 1
             return None
-        if not self._exchanged and self.method.sync.due(self.ex.step):
+        if not self.exchanged and self.method.sync.due(self.ex.step):
             self._arm(sends=True)  # no gradient arrived here, or all were held back: join the others now
             self.flush()
             self.finish()
-        alone = not self._exchanged
+        if self.exchanged and not self.landed:
+            self.window.over()
+            return self.crossing.defer(do)
+        alone = not self.exchanged
         bad = self.poll.bad_alone(s.param for b in self.buckets for s in b.slots) if alone else self.poll.bad()
-        if alone and bad:
-            return self._make(lambda: self.guard.skipped(self.ex.step, bad, alone=True))
+        if bad and (alone or self.poll.late):  # others have made their step, or this one's gradients have left
+            return self._make(lambda: self.guard.skipped(self.ex.step - self.poll.late, bad, alone=alone))
         if not self.method.membership.commit(not bad):
-            self._rollback()
+            self.rollback()
+            self.window.over()
             return self.guard.skipped(self.ex.step, bad)
         self.guard.counted(self.buckets)
         return self._make(do)
@@ -227,7 +275,7 @@ class Engine:
         """A loss scaler found infinities and did not call `step`. Where gradients are agreed on, so did all the others.
         Where they are this worker's own, the others go on, and it must not miss what they agree on after the step.
         """
-        if not (self.idle or self._exchanged or self.method.sync.due(self.ex.step)):
+        if not (self.idle or self.exchanged or self.method.sync.due(self.ex.step)):
             self._make(lambda: None)
 
     @torch.no_grad()
@@ -236,47 +284,56 @@ class Engine:
         sync, layout = self.method.sync, self.method.layout
         if type(sync).before_step is not Sync.before_step:
             self._together(self.ex.before_step)
-        self._commit()
+        self.commit()
         with torch.enable_grad():
             result = sync.apply(do, self.ex)
         if type(sync).on_step is not Sync.on_step or type(layout).publish is not Layout.publish:
-            self._together(self.ex.after_step, buffers=not self._exchanged and sync.agrees(self.ex.step))
-            self._commit()
-        self.ex.step += 1
-        self._over()
+            self._together(self.ex.after_step, buffers=not self.exchanged and sync.agrees(self.ex.step))
+            self.commit()
+        self.over(made=True)
+        self.window.over()
         return result
 
     def _together(self, what: Callable[[Bucket], Coroutine[Any, None, None]], *, buffers: bool = False) -> None:
-        with self._waiting():
+        with self.waiting():
             for b in self.buckets:
                 b.step = self.ex.step
                 self.pipeline.start(what(b))
-            for b in self.buffers if buffers else ():
-                self.pipeline.start(self._agree_buffers(b))
+            if buffers:
+                self._share_buffers()
             self.pipeline.drain()
 
-    def _commit(self) -> None:
+    def commit(self) -> None:
         for part in self.method.parts():
             part.state.commit()
 
-    def _rollback(self) -> None:
+    def rollback(self) -> None:
         for part in self.method.parts():
             part.state.rollback()
-        self._over()
+        if self.exchanged:
+            self.poll.heard()
+        self.over(made=False)
 
-    def _over(self) -> None:
-        self._exchanged, self._backwards = False, 0
+    def over(self, *, made: bool) -> None:
+        """The step was made, or given up."""
+        self.ex.step += made
+        self.exchanged, self._backwards = False, 0
         self.poll.begin(self.ex.step, 0)
-        self.window.over()
         for b in self.buckets:
             b.reset()
 
     def zero_grad(self, do: Callable[[], None]) -> None:
         """The user called optimizer.zero_grad(): nothing to do in the middle of a window."""
-        if self.window.micro:
+        if self.window.micro or self.crossing.zeroes(do):
             return
-        self._rollback()  # of a step that was exchanged and never made: a loss scaler has found infinities
+        self.rollback()  # of a step that was exchanged and never made: a loss scaler has found infinities
+        self.window.over()
         do()
+
+    def settle(self) -> None:
+        """Before an evaluation, a checkpoint and the end: what is under way arrives."""
+        self.crossing.land()
+        self.method.sync.settle(self.ex)
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:

@@ -35,6 +35,11 @@ class Exchange:
         assert self._background is not None
         return self._background
 
+    @property
+    def sent(self) -> int:
+        """Payload bytes, on all lanes."""
+        return self.comm.sent + (self._background.sent if self._background else 0)
+
     async def grad(self, b: Bucket) -> None:
         """A bucket of local gradients is full: the sync's turn, in true units where they matter."""
         scale, g = self.loss_scale() if self.keeps else None, b.flat[: b.n]  # [Note: loss scale], loss_scale.py

@@ -11,6 +11,7 @@ model, say) does not drag a second engine behind it, and its calls are told from
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.autograd import Variable
 
 from paceline import loss_scale
 from paceline.bucket import Bucket, Slot
+from paceline.crossing import Crossing
 from paceline.engine import Engine
 
 
@@ -40,12 +42,21 @@ def attach(
         _watch_forward(engine, model, scaler)
     if scaler is not None:
         loss_scale.wrap(engine, optimizer, scaler)
+    if engine.crossing.on:
+        _cross(engine, models, optimizer, scaler)
     engine.refresh()
 
 
 def _watch(engine: Engine, b: Bucket, pack: list[Engine]) -> None:
     for slot in b.slots:
         slot.param.register_post_accumulate_grad_hook(_arrival(engine, b, slot, pack))
+        if engine.crossing.on:
+            slot.param.register_hook(_before(engine, slot))
+
+
+def _before(engine: Engine, slot: Slot) -> Callable[[Tensor], None]:
+    """Runs before autograd adds to p.grad, which may still be on its way."""
+    return lambda grad: engine.crossing.gradient(slot.param)
 
 
 def _arrival(engine: Engine, b: Bucket, slot: Slot, pack: list[Engine]) -> Callable[[Tensor], None]:
@@ -114,7 +125,62 @@ def _watch_forward(engine: Engine, model: torch.nn.Module, scaler: Any) -> None:
         if module is not model or not torch.is_grad_enabled():
             return
         engine.refresh()
-        if scaler is None and (engine.window.accumulate > 1 or engine.ex.keeps):
+        alone = not engine.method.sync.due(engine.ex.step)
+        if scaler is None and (engine.window.accumulate > 1 or engine.ex.keeps or alone or engine.crossing.on):
             loss_scale.refuse_unknown("accumulate" if engine.window.accumulate > 1 else "this method")
 
     model.register_forward_pre_hook(before)
+
+
+# ---------------------------------------------------------------------------------------------------- [Note: crossing]
+
+
+def _cross(engine: Engine, models: Sequence[torch.nn.Module], optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+    """Every layer waits for its own parameters, and whoever looks at them from outside for all."""
+    crossing = engine.crossing
+    if scaler is not None:
+        return crossing.off("a loss scaler must have seen every gradient before the first update")
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return crossing.off(f"{type(optimizer).__name__} is not torch's own, and may not like to step a part at a time")
+    if any(_compiled(module) for model in models for module in model.modules()):
+        return crossing.off("a compiled model is one piece")
+    for model in models:
+        for module in model.modules():
+            if module is model or any(True for _ in (*module.parameters(False), *module.buffers(False))):
+                module.register_forward_pre_hook(_layer(engine, module, root=module is model))
+        model.register_state_dict_pre_hook(lambda *_: crossing.land())
+        model.register_load_state_dict_pre_hook(lambda *_: crossing.land())
+    optimizer.register_state_dict_pre_hook(lambda *_: crossing.land())
+    optimizer.register_load_state_dict_pre_hook(lambda *_: crossing.land())
+    _watch_clipping(crossing)
+    return None
+
+
+def _compiled(module: torch.nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _layer(engine: Engine, module: torch.nn.Module, *, root: bool) -> Callable[[torch.nn.Module, Any], None]:
+    def before(called: torch.nn.Module, args: Any) -> None:
+        if called is module:  # not a copy of it
+            engine.crossing.forward(module.parameters(recurse=False), root=root)
+
+    return before
+
+
+_clipped: weakref.WeakSet[Crossing] = weakref.WeakSet()
+
+
+def _watch_clipping(crossing: Crossing) -> None:
+    """torch's functions that clip look at p.grad. All of them come by here, under whatever name they were imported."""
+    theirs: Any = torch.nn.utils.clip_grad
+    group = theirs._group_tensors_by_device_and_dtype
+
+    def landed(tensors: list[list[Tensor]], *args: Any, **kwargs: Any) -> Any:
+        for one in _clipped:
+            one.asked_for(tensors[0])
+        return group(tensors, *args, **kwargs)
+
+    if group.__name__ != landed.__name__:
+        theirs._group_tensors_by_device_and_dtype = landed
+    _clipped.add(crossing)

@@ -20,7 +20,7 @@ def refuse_unknown(what: str) -> None:
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
             raise UsageError(
                 f"{what} under fp16 autocast needs to know your GradScaler",
-                why="it holds gradients over several backwards, and the scaler changes their scale in between",
+                why="it keeps gradients while their scale changes, or others must hear of a step the scaler leaves out",
                 do="pass it along: model, optimizer, loader, scaler = prepare(model, optimizer, loader, scaler)",
             )
 

@@ -48,6 +48,10 @@ class Method:
         """The same method with parts of its own, which remember nothing yet."""
         return Method(**{axis: fresh(part) for axis, part in self.axes().items()})
 
+    def wants_background(self) -> bool:
+        """A lane beside the gradients'."""
+        return self.sync.background or self.order.crosses
+
     def config(self) -> dict[str, Any]:
         return {axis: part.config() for axis, part in self.axes().items()}
 

@@ -179,6 +179,10 @@ class Reducer(Part):
         """Parameters of different kinds never share a bucket. A wrapper's kinds are those of the reducers inside."""
         return tuple(r.kind(name, p) for r in vars(self).values() if isinstance(r, Reducer))
 
+    def cuttable(self) -> bool:
+        """May a bucket travel in pieces? Not if it is looked at as tensors, or something of it is remembered."""
+        return "elementwise" in self.gives and len(list(self.parts())) == 1
+
     def sends(self, b: Bucket, world: int) -> int:
         """Payload bytes one worker sends for the mean of this bucket: the formula, as a number."""
         raise NotImplementedError
@@ -197,6 +201,10 @@ class Sync(Part):
     def due(self, step: int) -> bool:
         """Do the workers exchange gradients in this step? A pure function of the agreed step number."""
         return True
+
+    def lag(self) -> int:
+        """Steps from a gradient to the one in which its mean is used, and what the workers said of it."""
+        return 0
 
     async def on_grad(self, b: Bucket, ex: Exchange) -> None:
         """A bucket of local gradients is full; in true units if the method keeps leftovers, whatever the loss scale."""
@@ -244,19 +252,34 @@ class Layout(Part):
 class Event(Enum):
     """What an Order is told of. Logical events, never times, so that every worker decides alike."""
 
-    READY = "a bucket is full"
-    END = "backward has ended: what is not full by now stays empty"
+    READY = "the next bucket is full"
+    END = "backward has ended: what was not full counts as it is"
 
 
 @dataclass(kw_only=True)
 class Order(Part):
-    """Which bytes go first?"""
+    """Which bytes go first?
+
+    Buckets become ready by index, one event each, and at the end of backward all that are left: the same events in the
+    same order on every worker, though their gradients may arrive in another.
+    """
 
     axis: ClassVar[str] = "order"
+    crosses: ClassVar[bool] = False  # `step` does not wait for the means: each is applied when it has landed
 
-    def next(self, waiting: Sequence[Bucket], event: Event) -> Sequence[Bucket]:
-        """Which of the buckets not yet sent (by index) start now. A pure function of its arguments."""
+    def next(self, ready: Sequence[Bucket], sent: Sequence[Bucket], event: Event) -> Sequence[Bucket]:
+        """Which of those ready and not yet sent start now, in this order. A pure function of its arguments, and of what
+        it was told with `hear`.
+        """
         raise NotImplementedError
+
+    def piece_bytes(self) -> int | None:
+        """The most that may travel at once, where the reducer lets a bucket be cut."""
+        return None
+
+    def hear(self, backlog: float) -> None:
+        """After a backward that crosses: the bytes that had been sent by its end and had not landed, the mean over the
+        workers."""
 
 
 @dataclass(kw_only=True)

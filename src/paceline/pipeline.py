@@ -10,9 +10,12 @@ the same operations in the same order, whatever the clock does.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Coroutine, Generator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from paceline.parts import Handle
 
 T = TypeVar("T")
 
@@ -47,34 +50,43 @@ class Task(Generic[T]):
         return self._result
 
 
+class Flight(NamedTuple):
+    """A coroutine under way."""
+
+    coroutine: Coroutine[Any, None, None]
+    of: object
+    size: int
+    handle: Handle | None  # what it waits for; None: a Task, which keeps that to itself
+
+
 class Pipeline:
     """Coroutines under way, oldest first."""
 
     def __init__(self) -> None:
-        self._live: deque[Coroutine[Any, None, None]] = deque()
+        self._live: deque[Flight] = deque()
 
-    def start(self, coroutine: Coroutine[Any, None, None]) -> None:
-        """Run to the first await, which puts bytes on the wire."""
-        if self._advance(coroutine):
-            self._live.append(coroutine)
+    def start(self, coroutine: Coroutine[Any, None, None], of: object = None, size: int = 0) -> None:
+        """Run to the first await, which puts bytes on the wire. `of`, `size`: what it is about, to ask for it later."""
+        self._advance(coroutine, of, size)
 
-    def drain(self) -> None:
-        """Finish everything that is under way."""
-        while self._live:
-            coroutine = self._live.popleft()
-            if self._advance(coroutine):
-                self._live.append(coroutine)
+    def drain(self, of: object = None) -> None:
+        """Finish everything that is under way; or go on in the same order only until all about `of` has ended."""
+        while self._live if of is None else self.carries(of):
+            self._advance(*self._live.popleft()[:3])
+
+    def carries(self, of: object) -> bool:
+        return any(flight.of is of for flight in self._live)
+
+    def backlog(self) -> int:
+        """The size of all that waits for bytes which have not landed: a matter of the clock."""
+        return sum(flight.size for flight in self._live if flight.handle and not flight.handle.done())
 
     def abandon(self) -> None:
         """Close what is under way after a failure; its buffers are no longer ours."""
         while self._live:
-            self._live.popleft().close()
+            self._live.popleft().coroutine.close()
 
-    @staticmethod
-    def _advance(coroutine: Coroutine[Any, None, None]) -> bool:
-        """To the next await (True) or to the end (False). Waiting happens inside, in the handle just awaited."""
-        try:
-            coroutine.send(None)
-        except StopIteration:
-            return False
-        return True
+    def _advance(self, coroutine: Coroutine[Any, None, None], of: object, size: int) -> None:
+        """To the next await or to the end. Waiting happens inside, in the handle just awaited."""
+        with contextlib.suppress(StopIteration):
+            self._live.append(Flight(coroutine, of, size, coroutine.send(None)))

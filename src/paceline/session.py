@@ -74,7 +74,7 @@ class Session:
             return
         try:
             for engine in self.pack:
-                engine.method.sync.settle(engine.ex)
+                engine.settle()
         except PeerError as error:
             self.world.fail(error)
             print(f"paceline: {error}", file=sys.stderr)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -24,20 +26,25 @@ def sharp(batches):
     return [(x.double(), y) for x, y in batches]
 
 
-def oracle(world, batches, s, correction="none"):
-    """All workers in one process, in fp64: gradients of each at w_t, their mean, applied s steps later."""
+def oracle(world, batches, s, correction="none", without=None):
+    """All workers in one process, in fp64: gradients of each at w_t, their mean, applied s steps later; those of step
+    `without` never.
+    """
     model = mlp().double()
     params, opt, queue = list(model.parameters()), sgd(model), []
-    for x, y in sharp(batches):
+    for t, (x, y) in enumerate(sharp(batches)):
         total = [torch.zeros_like(p) for p in params]
         for mine, labels in zip(x.tensor_split(world), y.tensor_split(world), strict=True):
             loss = nn.functional.cross_entropy(model(mine), labels)
-            for t, g in zip(total, torch.autograd.grad(loss, params), strict=True):
-                t += g / world
+            for g_bar, g in zip(total, torch.autograd.grad(loss, params), strict=True):
+                g_bar += g / world
         queue.append((total, [p.detach().clone() for p in params]))
         if len(queue) <= s:
             continue
-        for p, g, then in zip(params, *queue.pop(0), strict=True):
+        means = queue.pop(0)
+        if t - s == without:
+            continue
+        for p, g, then in zip(params, *means, strict=True):
             p.grad = g
             if correction == "scale":
                 p.grad = g / (1 + s)
@@ -117,14 +124,46 @@ def test_any_reducer_gives_the_means_it_gives_without_a_delay(name, s):
     assert torch.equal(fixed(3, 7 + s, late), fixed(3, 7, plain))
 
 
-@pytest.mark.parametrize("name", ["exact", "topk", "qsgd"])
-def test_a_step_that_does_not_count_leaves_no_trace(name):
-    batches, spec = data(STEPS), Method(**{**method(name).axes(), "sync": Delayed(staleness=2)})
-    bad = [*batches[:4], (torch.full_like(batches[0][0], torch.nan), batches[0][1]), *batches[4:]]
-    bad[4][0][:8] = 0.1  # worker 2 alone
+def test_a_mean_that_is_not_finite_is_not_applied():
+    batches = data(STEPS)
+    batches[4][0][-1] = torch.nan  # worker 2 alone
+    with pytest.warns(UserWarning, match="step 4 is skipped on all workers: the gradient of worker 2 is not finite"):
+        result = same(delayed(3, batches, 2))
+    batches[4][0][-1] = 0.0
+    close(result, oracle(3, batches, 2, without=4), 1e-12)
+
+
+@pytest.mark.parametrize("name", ["topk", "qsgd", "powersgd"])
+def test_what_is_not_finite_gets_into_nobodys_memory(name):
+    batches = data(STEPS)
+    batches[4][0][-1] = torch.nan
     with pytest.warns(UserWarning, match="worker 2 is not finite"):
-        result = same(train(3, bad, spec=spec))
-    assert torch.equal(result, same(train(3, batches, spec=spec)))
+        result = same(train(3, batches, spec=Method(**{**method(name).axes(), "sync": Delayed(staleness=2)})))
+    assert result.isfinite().all()
+
+
+@pytest.mark.parametrize("s", [1, 2])
+def test_a_worker_is_s_steps_ahead_of_one_that_stands_still(s):
+    stuck = 3
+    go = threading.Event()
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        rig = Rig(comm, model, opt, spec=Method(sync=Delayed(staleness=s)))
+        for t, (x, y) in enumerate(data(STEPS)):
+            x, y = rig.take(x, y)
+            loss = nn.functional.cross_entropy(model(x), y)
+            if comm.rank == 1 and t == stuck:
+                assert go.wait(20), "worker 0 waits for worker 1"
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            if comm.rank == 0 and t == stuck + s - 1:  # its mean is of step stuck - 1, to which all have contributed
+                go.set()
+        return weights(model)
+
+    same(threads.run(2, work))
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)

@@ -149,11 +149,12 @@ def test_a_skipped_step_leaves_no_trace_in_a_reducer():
     assert torch.equal(spoiled, run(False))
 
 
-def test_unknown_scaler_is_refused_where_it_matters():
+@pytest.mark.parametrize("kind", ["leftovers", "alone"])
+def test_unknown_scaler_is_refused_where_it_matters(kind):
     def work(comm):
         model = mlp()
         opt = sgd(model)
-        r = Rig(comm, model, opt, spec=Method(reducer=Hoarder()))
+        r = Rig(comm, model, opt, spec=Method(reducer=Hoarder()) if kind == "leftovers" else "local_sgd")
         x, _ = r.take(*data(1)[0])
         with torch.autocast("cpu", torch.float16):
             model(x)

@@ -13,7 +13,7 @@ files = {path.relative_to(SRC): path.read_text() for path in SRC.rglob("*.py")}
 
 
 def test_the_data_path_can_be_read_in_one_sitting():
-    assert sum(len(files[Path(f"{name}.py")].splitlines()) for name in DATA_PATH) < 1200
+    assert sum(len(files[Path(f"{name}.py")].splitlines()) for name in DATA_PATH) < 1400
 
 
 def test_the_engine_names_no_method():

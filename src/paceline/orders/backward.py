@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import TYPE_CHECKING, ClassVar
 
 from paceline.parts import Event, Order
@@ -26,5 +25,5 @@ class Backward(Order):
     name: ClassVar[str] = "backward"
     paper: ClassVar[str] = "Li et al., PyTorch Distributed, VLDB 2020"
 
-    def next(self, waiting: Sequence[Bucket], event: Event) -> Sequence[Bucket]:
-        return waiting if event is Event.END else list(takewhile(lambda b: b.full, waiting))
+    def next(self, ready: Sequence[Bucket], sent: Sequence[Bucket], event: Event) -> Sequence[Bucket]:
+        return ready

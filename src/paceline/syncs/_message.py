@@ -6,6 +6,7 @@ workers these say which parameters anyone used, and what to divide by.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,43 +18,56 @@ if TYPE_CHECKING:
     from paceline.exchange import Exchange
 
 
-def tail(ex: Exchange) -> int:
-    """How much is behind the gradients."""
-    return sum(len(b.slots) for b in ex.buckets) + 1
+class Message:
+    """The same vector in every step: memory fresh from the system costs more than all that is done here."""
 
+    def __init__(self, ex: Exchange) -> None:
+        self.ex, self.slots = ex, [s for b in ex.buckets for s in b.slots]
+        dtypes = [b.flat.dtype for b in ex.buckets]
+        dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+        self.n = sum(b.flat.numel() for b in ex.buckets)
+        self.vector = torch.zeros(self.n + len(self.slots) + 1, dtype=dtype)
+        self._views = self._split(self.vector)
 
-def pack(ex: Exchange) -> Tensor:
-    """This worker's own gradients, with weight 1."""
-    if getattr(ex.optimizer, "grad_scale", None) is not None:
-        raise UsageError(
-            "a fused optimizer under a GradScaler leaves the loss scale in the gradients",
-            why="workers' scales differ, and their gradients are summed",
-            do="make the optimizer with fused=False",
-        )
-    vectors: list[Tensor] = []
-    used: list[float] = []
-    for b in ex.buckets:
-        x = torch.zeros_like(b.flat, dtype=torch.promote_types(b.flat.dtype, torch.float32))
-        for s, view in zip(b.slots, b.views(x), strict=True):
-            grad = s.param.grad
-            used.append(float(grad is not None))
-            if grad is not None:
-                s.sparse = grad.is_sparse
+    def fits(self) -> bool:
+        """Are the parameters still those it was made for?"""
+        return len(self.slots) == sum(len(b.slots) for b in self.ex.buckets)
+
+    def pack(self) -> Tensor:
+        """This worker's own gradients, with weight 1."""
+        if getattr(self.ex.optimizer, "grad_scale", None) is not None:
+            raise UsageError(
+                "a fused optimizer under a GradScaler leaves the loss scale in the gradients",
+                why="workers' scales differ, and their gradients are summed",
+                do="make the optimizer with fused=False",
+            )
+        grads = [s.param.grad for s in self.slots]
+        for s, grad, view in zip(self.slots, grads, self._views, strict=True):
+            s.sparse = grad is not None and grad.is_sparse
+            if grad is None:
+                view.zero_()
+            else:
                 view.copy_(grad.to_dense() if s.sparse else grad)
-        vectors.append(x.cpu())
-    return torch.cat([*vectors, torch.tensor([*used, 1.0])])
+        self.vector[self.n :] = torch.tensor([*(float(g is not None) for g in grads), 1.0])
+        return self.vector
 
+    def weights(self) -> Tensor:
+        """The parameters, as `pack` has their gradients."""
+        return torch.cat([b.weights().cpu() for b in self.ex.buckets])
 
-def weights(ex: Exchange) -> Tensor:
-    """The parameters, as `pack` has their gradients."""
-    return torch.cat([b.weights().cpu() for b in ex.buckets])
+    def unpack(self, total: Tensor) -> None:
+        """From the sum over the workers: every p.grad becomes the mean; what nobody used has none."""
+        used = total[self.n : -1].tolist()
+        total[: self.n].div_(total[-1])
+        for s, view, anywhere in zip(self.slots, self._split(total), used, strict=True):
+            if not anywhere:
+                s.param.grad = None
+            else:
+                mean = view.to(s.param)
+                s.param.grad = mean.to_sparse(1) if s.sparse else mean
 
-
-def unpack(total: Tensor, ex: Exchange) -> None:
-    """From the sum over the workers: every p.grad becomes the mean; what nobody used has none."""
-    used = iter(total[-tail(ex) :].tolist())
-    mean = total[: -tail(ex)].div_(total[-1])
-    for b, x in zip(ex.buckets, mean.split([b.flat.numel() for b in ex.buckets]), strict=True):
-        for s, view in zip(b.slots, b.views(x.to(b.flat)), strict=True):
-            grad = view.to_sparse(1) if s.sparse else view
-            s.param.grad = grad if next(used) else None
+    def _split(self, x: Tensor) -> list[Tensor]:
+        """Each parameter's place in x, in its shape."""
+        buckets = self.ex.buckets
+        parts = x[: self.n].split([b.flat.numel() for b in buckets])
+        return [view for b, part in zip(buckets, parts, strict=True) for view in b.views(part)]

@@ -87,14 +87,12 @@ class AsyncAverage(Sync):
         return all(one.done() for one in averages)
 
     def _begin(self, ex: Exchange, *, stop: bool) -> None:
-        before = ex.background.sent
         for b in ex.buckets:
             s = b.weights()
             x = s.clone()
             x[b.n] = float(stop)  # the first element behind the weights
             self._round.append(Flight(b, s, ex.background.mean(x)))
         self._since = 0
-        ex.recorder.sent += ex.background.sent - before
 
     def _land(self, ex: Exchange) -> bool:
         """Wait for the round and take what it brings; was it the one in which all want to stop?"""

@@ -15,7 +15,7 @@ from paceline.errors import MethodError, UsageError
 from paceline.knobs import knob
 from paceline.parts import Sync
 from paceline.registry import register
-from paceline.syncs import _message
+from paceline.syncs._message import Message
 from paceline.syncs._rounds import Rounds
 from paceline.telemetry import Note
 
@@ -59,8 +59,8 @@ class BackupWorkers(Sync):
         super().__post_init__()
         self.ages: Counter[int] = Counter()
         self.dropped = 0
-        self._rounds: Rounds | None = None
-        self._stretch = self._version = self._sent = 0  # from one settling to the next; updates applied in it; bytes
+        self._open: tuple[Rounds, Message] | None = None
+        self._stretch = self._version = 0  # from one settling to the next; updates applied in it
         self._step: Callable[[], Any] | None = None  # the optimizer's own, for updates that come after the last step
 
     def due(self, step: int) -> bool:
@@ -75,16 +75,17 @@ class BackupWorkers(Sync):
     def apply(self, step: Callable[[], Any], ex: Exchange) -> Any:
         if not self.backups or ex.world == 1:
             return step()
-        rounds, g = self._open(ex), _message.pack(ex)
-        if len(g) != len(rounds.like):
+        rounds, message = self._opened(ex)
+        if not message.fits():
             raise UsageError(
                 f"{self.name}: parameters were added or thawed between two updates",
                 why="workers are at different steps, and their gradients must be of one length",
                 do="enter paceline.agreed() on all workers before parameters change",
             )
+        g = message.pack()
         if not bool(torch.stack(g.aminmax()).isfinite().all()):
             return step()  # which only says so: the engine has left it out
-        self._step, version, w = step, self._version, _message.weights(ex) if self.late == "dc" else None
+        self._step, version, w = step, self._version, message.weights() if self.late == "dc" else None
         self.ready(ex)
         while True:
             while rounds.joined > self._version:
@@ -93,20 +94,18 @@ class BackupWorkers(Sync):
             if age and self.late == "drop":
                 self.dropped += 1
                 break
-            rounds.offer(self._version, self._aged(g, age, w, ex))
+            rounds.offer(self._version, self._aged(message, age, w) if age else g)
             if self._advance(step, ex):
                 self.ages[age] += 1
                 break
-        ex.recorder.sent += ex.background.sent - self._sent
-        self._sent = ex.background.sent
         return None
 
-    def _aged(self, g: Tensor, age: int, w_then: Tensor | None, ex: Exchange) -> Tensor:
-        """The gradient as it is sent, behind it which parameters have one and its weight."""
-        g = g.clone()
-        x, c = g[: -_message.tail(ex)], 1.0 / (1 + age) if self.late == "weigh" else 1.0
-        if age and w_then is not None:
-            x.add_(x.square() * (_message.weights(ex) - w_then), alpha=self.lam)
+    def _aged(self, message: Message, age: int, w_then: Tensor | None) -> Tensor:
+        """The gradient as it is sent when it is late; the next time it may be later still."""
+        g = message.vector.clone()
+        x, c = g[: message.n], 1.0 / (1 + age) if self.late == "weigh" else 1.0
+        if w_then is not None:
+            x.add_(x.square() * (message.weights() - w_then), alpha=self.lam)
         x.mul_(c)
         g[-1] = c
         return g
@@ -114,9 +113,10 @@ class BackupWorkers(Sync):
     def _advance(self, step: Callable[[], Any], ex: Exchange) -> bool:
         """Wait for the update of this version and apply it; is this worker's gradient in it?"""
         began = time.perf_counter()
-        update = self._open(ex).take(self._version)
+        rounds, message = self._opened(ex)
+        update = rounds.take(self._version)
         ex.recorder.wait_s += time.perf_counter() - began
-        _message.unpack(update.total, ex)
+        message.unpack(update.total)
         step()
         self._version += 1
         return update.mine
@@ -125,25 +125,26 @@ class BackupWorkers(Sync):
         """All meet at the newest version. A worker that is here already is no longer waited for."""
         if not self.backups or ex.world == 1:
             return
-        rounds = self._open(ex)
+        rounds, _ = self._opened(ex)
         rounds.end()
         last = int(ex.comm.gather(torch.tensor([self._version])).wait().max())
         while self._version < last:
             self._advance(self._step or (lambda: type(ex.optimizer).step(ex.optimizer)), ex)
         rounds.close(last)
-        self._rounds, self._stretch, self._version = None, self._stretch + 1, 0
+        self._open, self._stretch, self._version = None, self._stretch + 1, 0
         text = ", ".join(f"{n} of age {age}" for age, n in sorted(self.ages.items())) or "none"
         ex.recorder.emit(Note(t=time.monotonic(), text=f"staleness: gradients used {text}; {self.dropped} dropped"))
 
     async def centre(self, b: Bucket, ex: Exchange) -> Tensor:
         return await ex.comm.broadcast(b.weights())
 
-    def _open(self, ex: Exchange) -> Rounds:
+    def _opened(self, ex: Exchange) -> tuple[Rounds, Message]:
         if self.backups >= ex.world:
             raise MethodError(
                 f"{self.name}: backups={self.backups}, but there are only {ex.world} workers: nobody would be left"
             )
-        if self._rounds is None:
-            like = torch.zeros_like(_message.pack(ex))
-            self._rounds = Rounds(ex.background, self._stretch, ex.world - self.backups, like)
-        return self._rounds
+        if self._open is None:
+            message = Message(ex)
+            rounds = Rounds(ex.background, self._stretch, ex.world - self.backups, message.vector)
+            self._open = rounds, message
+        return self._open

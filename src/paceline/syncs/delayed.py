@@ -31,9 +31,11 @@ class Delayed(Sync):
     For what has changed since: correction="scale" applies G/(1 + s); "dc" (Zheng et al., DC-ASGD, 2017) goes by
     G + λ·G⊙G⊙(w_t − w_{t−s}), where G⊙G stands for the diagonal of the Hessian.
 
-    The s means under way are part of the state: a step that does not count drops the gradient it sent and keeps the
-    mean it would have applied. At an evaluation, a checkpoint and the end they arrive and stay queued: training goes on
-    from there as if nothing had been; the last s means of a run are not applied.
+    What workers say of a step's gradients is read together with its mean, s steps later: one that is not finite counts
+    as zero on the wire, and the mean it went into is not applied.
+
+    The s means under way are part of the state. At an evaluation, a checkpoint and the end they arrive and stay queued:
+    training goes on from there as if nothing had been; the last s means of a run are not applied.
     """
 
     name: ClassVar[str] = "delayed"
@@ -54,6 +56,9 @@ class Delayed(Sync):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._last = -1  # the last step in which something was old enough to be applied
+
+    def lag(self) -> int:
+        return self.staleness
 
     async def on_grad(self, b: Bucket, ex: Exchange) -> None:
         if not self.staleness:
@@ -78,8 +83,9 @@ class Delayed(Sync):
             return
         self._last = ex.step
         b.flat.copy_(self._corrected(await old if isinstance(old, Task) else old, b, w_then))
-        # The engine gives p.grad to what somebody used in this step. What was used s steps ago must not be lost.
-        b.bind([s.param.requires_grad and s.param.grad is None and bool(s.view.any()) for s in b.slots])
+        for s in b.slots:  # today's is on its way; the engine binds what somebody used s steps ago
+            s.param.grad = None
+        b.bind([s.param.requires_grad and bool(s.view.any()) for s in b.slots])  # it has not heard who, after a load
 
     def _corrected(self, g: Tensor, b: Bucket, w_then: Tensor | None) -> Tensor:
         if self.correction == "scale":

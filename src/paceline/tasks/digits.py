@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.errors import DataError
-from paceline.tasks.loop import Evaluations, accuracy, arguments, batches
+from paceline.tasks.loop import Evaluations, accuracy, arguments, batches, schedule
 
 
 def digits() -> tuple[TensorDataset, Tensor, Tensor]:
@@ -35,12 +35,14 @@ def main() -> None:
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=args.momentum)
     loader = DataLoader(train, batch_size=args.batch, shuffle=True, drop_last=True)
     model, optimizer, loader = paceline.prepare(model, optimizer, loader, bucket_mb=args.bucket_mb)
+    scheduler = schedule(optimizer, args)
     evaluations = Evaluations(args, model, lambda: {"accuracy": accuracy(model, x_test, y_test)})
     for step, (x, y) in batches(loader, args.steps, args.slow):
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        scheduler.step()
         paceline.log(loss=loss.item())
         evaluations.after(step, loss.item())
     evaluations.end()

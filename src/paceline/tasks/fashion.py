@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.errors import DataError
-from paceline.tasks.loop import Evaluations, accuracy, arguments, batches
+from paceline.tasks.loop import Evaluations, accuracy, arguments, batches, schedule
 
 PACKAGED = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package puts them
 
@@ -76,12 +76,14 @@ def main() -> None:
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=args.momentum)
     loader = DataLoader(train, batch_size=args.batch, shuffle=True, drop_last=True)
     model, optimizer, loader = paceline.prepare(model, optimizer, loader, bucket_mb=args.bucket_mb)
+    scheduler = schedule(optimizer, args)
     evaluations = Evaluations(args, model, lambda: {"accuracy": accuracy(model, *test.tensors)})
     for step, (x, y) in batches(loader, args.steps, args.slow):
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        scheduler.step()
         paceline.log(loss=loss.item())
         evaluations.after(step, loss.item())
     evaluations.end()

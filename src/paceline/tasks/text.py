@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import paceline
 from paceline.errors import DataError
-from paceline.tasks.loop import Evaluations, arguments, batches, mine, over_workers
+from paceline.tasks.loop import Evaluations, arguments, batches, mine, over_workers, schedule
 
 CONTEXT = 128
 BYTES = 256
@@ -132,12 +132,14 @@ def main() -> None:
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(Windows(text), batch_size=args.batch, shuffle=True, drop_last=True)
     model, optimizer, loader = paceline.prepare(model, optimizer, loader, bucket_mb=args.bucket_mb)
+    scheduler = schedule(optimizer, args)
     evaluations = Evaluations(args, model, lambda: evaluate(model, windows))
     for step, (x, y) in batches(loader, args.steps, args.slow):
         loss = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        scheduler.step()
         paceline.log(loss=loss.item())
         evaluations.after(step, loss.item())
     evaluations.end()

@@ -1,0 +1,499 @@
+"""priority: urgent bytes first, and a step that does not wait. Whatever is reordered, the numbers stay the same."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import processes
+import threads
+from laws_table import WORLDS
+from paceline.bucket import Bucket
+from paceline.errors import MethodError
+from paceline.method import Method, method
+from paceline.orders.priority import Priority
+from paceline.parts import Event
+from rig import Rig, adamw, built, data, mlp, same, sgd, weights
+
+STEPS = 7
+TIGHT = {"partition": 0.0003, "credit": 0.0}  # megabytes: several pieces even of a tiny layer, and nothing ahead
+
+
+def trained(
+    world, spec, optimizer=sgd, make=mlp, *, batches=None, step=None, end=None, scheduled=False, early_zero=False, **rig
+):
+    """The plain loop; `step` is what happens between forward and zero_grad, if not the usual."""
+
+    def work(comm):
+        model = make()
+        opt = optimizer(model)
+        scheduler = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5) if scheduled else None
+        one = Rig(comm, model, opt, spec=spec, knobs=TIGHT if spec.startswith("priority") else None, **rig)
+        for x, y in batches or data(STEPS):
+            x, y = one.take(x, y)
+            if early_zero:
+                opt.zero_grad()
+            if step is not None:
+                step(one, model, opt, x, y)
+            else:
+                cross_entropy(model(x), y).backward()
+                opt.step()
+            if not early_zero:
+                opt.zero_grad()
+            if scheduler is not None:
+                scheduler.step()
+        if end is not None:
+            return end(one, model, opt)
+        return torch.cat([value.flatten() for value in model.state_dict().values()])
+
+    return threads.run(world, work)
+
+
+def equal(**how):
+    """Under `priority` and in the order of backward: the same bits."""
+    world = how.pop("world", 3)
+    other = same(trained(world, "backward", **how))
+    assert torch.equal(same(trained(world, "priority", **how)), other)
+    return other
+
+
+OPTIMIZERS = {
+    "sgd": sgd,
+    "adamw": adamw,
+    "fused": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True),
+    "foreach": lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, foreach=True),
+    "groups": lambda m: torch.optim.RMSprop([{"params": [p], "lr": 0.01 * i} for i, p in enumerate(m.parameters())]),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer(name):
+    equal(optimizer=OPTIMIZERS[name])
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_any_world(world):
+    equal(world=world)
+
+
+def test_a_learning_rate_that_changes_before_the_update_is_made():
+    equal(scheduled=True)
+
+
+def test_zero_grad_at_the_start_of_the_loop():
+    equal(early_zero=True)
+
+
+def test_gradients_that_are_never_zeroed():
+    def step(one, model, opt, x, y):
+        opt.zero_grad = lambda: None
+        cross_entropy(model(x), y).backward()
+        opt.step()
+
+    equal(step=step)
+
+
+def test_a_window_of_micro_batches():
+    equal(batches=data(8), accumulate=2)
+
+
+def test_bf16_autocast():
+    def step(one, model, opt, x, y):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+
+    equal(step=step)
+
+
+@pytest.mark.parametrize("name", ["half", "int8", "topk", "powersgd", "qsgd"])
+def test_reducers_that_may_be_cut_and_those_that_may_not(name):
+    """In pieces a quantiser rounds otherwise, so those are compared whole."""
+    whole = {"partition": 64.0, "credit": 0.0}
+
+    def run(spec, knobs):
+        def work(comm):
+            model = mlp()
+            opt = sgd(model)
+            one = Rig(comm, model, opt, spec=spec, knobs=knobs)
+            pieces = max(len(b.pieces) for b in one.engine.buckets)
+            for x, y in data(STEPS):
+                x, y = one.take(x, y)
+                cross_entropy(model(x), y).backward()
+                opt.step()
+                opt.zero_grad()
+            model.state_dict()
+            return weights(model), pieces
+
+        results = threads.run(3, work)
+        return same([w for w, _ in results]), results[0][1]
+
+    plain, _ = run(name, {})
+    together, _ = run(f"priority+{name}", whole)
+    assert torch.equal(together, plain)
+    cut, pieces = run(f"priority+{name}", TIGHT)
+    assert (pieces > 1) == (name in ("half", "int8", "qsgd"))
+    assert cut.isfinite().all()
+
+
+def batch_norm():
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.BatchNorm1d(16, affine=False), nn.Linear(16, 3)
+    )
+
+
+def test_buffers_are_agreed_on_before_they_are_used_again():
+    equal(make=built(batch_norm))
+
+
+class Odd(nn.Module):
+    """Weights used by another module than their own, tied ones, and ones that nobody uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.never, self.loose = nn.Linear(2, 2), nn.Parameter(torch.ones(8))
+        self.tied = nn.Linear(8, 8)
+        self.tied.weight = self.second.weight
+
+    def forward(self, x):
+        h = torch.tanh(nn.functional.linear(x, self.first.weight, self.first.bias))
+        return self.out(self.tied(torch.tanh(self.second(h))) * self.loose)
+
+
+@pytest.mark.filterwarnings("ignore:paceline. 2 parameters got no gradient")
+def test_a_module_with_odd_ways():
+    equal(make=built(Odd))
+
+
+def test_two_backwards_to_a_step():
+    def step(one, model, opt, x, y):
+        out = model(x)
+        cross_entropy(out, y).backward(retain_graph=True)
+        out.square().mean().backward()
+        opt.step()
+
+    equal(step=step)
+
+
+def test_two_forwards_to_a_step():
+    def step(one, model, opt, x, y):
+        for _ in range(2):
+            cross_entropy(model(x), y).backward()
+        opt.step()
+
+    equal(step=step)
+
+
+def test_a_closure():
+    def step(one, model, opt, x, y):
+        def closure():
+            opt.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        assert opt.step(closure).isfinite()
+
+    equal(step=step)
+
+
+def test_clipping_has_its_barrier_back():
+    clip = nn.utils.clip_grad_norm_  # as from torch.nn.utils import clip_grad_norm_ before all this
+
+    def step(one, model, opt, x, y):
+        cross_entropy(model(x), y).backward()
+        norm = clip(model.parameters(), 0.1)
+        assert norm > 0.1
+        opt.step()
+
+    with pytest.warns(UserWarning, match="a step waits for all its gradients: gradients are clipped") as said:
+        equal(step=step)
+    assert sum("clipped" in str(w.message) for w in said) == 1
+
+
+def test_clipping_by_value():
+    def step(one, model, opt, x, y):
+        cross_entropy(model(x), y).backward()
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        opt.step()
+
+    with pytest.warns(UserWarning, match="gradients are clipped"):
+        equal(step=step)
+
+
+def test_a_loss_scaler_keeps_the_barrier():
+    def run(spec):
+        def work(comm):
+            model = mlp()
+            opt, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=64.0)
+            one = Rig(comm, model, opt, spec=spec, scaler=scaler)
+            for x, y in data(STEPS):
+                x, y = one.take(x, y)
+                scaler.scale(cross_entropy(model(x), y)).backward()
+                scaler.step(opt)
+                scaler.update()
+                opt.zero_grad()
+            return weights(model)
+
+        return same(threads.run(2, work))
+
+    with pytest.warns(UserWarning, match="a loss scaler must have seen every gradient"):
+        ours = run("priority")
+    assert torch.equal(ours, run("backward"))
+
+
+@pytest.mark.parametrize("at", [0, 3, STEPS])
+def test_a_step_that_does_not_count_leaves_no_trace(at):
+    batches = data(STEPS)
+    x, y = data(1, seed=1)[0]
+    x[6:] = torch.nan  # worker 1's half
+    with pytest.warns(UserWarning, match="the gradient of worker 1 is not finite"):
+        spoiled = same(trained(2, "priority", batches=[*batches[:at], (x, y), *batches[at:]]))
+    assert torch.equal(spoiled, same(trained(2, "priority")))
+
+
+def test_it_can_be_told_when_a_step_is_made():
+    """Optimizer and model, asked for their state, have all steps in them."""
+
+    def end(one, model, opt):
+        state = opt.state_dict()["state"]
+        return torch.cat([state[i]["exp_avg"].flatten() for i in sorted(state)])
+
+    equal(optimizer=adamw, end=end)
+
+
+@pytest.mark.parametrize("look", ["eval", "agreed", "load"])
+def test_who_looks_sees_the_update(look):
+    from paceline import consensus
+
+    def end(one, model, opt):
+        if look == "eval":
+            with torch.no_grad():
+                return model(data(1)[0][0])
+        if look == "agreed":
+            with consensus.agreed(one.engine):
+                return weights(model)
+        model.load_state_dict(mlp(seed=1).state_dict())  # an update under way must not come on top of it
+        opt.zero_grad()
+        return weights(model)
+
+    equal(end=end)
+
+
+def test_a_step_returns_while_another_worker_has_not_even_sent():
+    go = threading.Event()
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        one = Rig(comm, model, opt, spec="priority")
+        for t, (x, y) in enumerate(data(4)):
+            x, y = one.take(x, y)
+            loss = cross_entropy(model(x), y)
+            if comm.rank == 1 and t == 2:
+                assert go.wait(20), "worker 0 waits in its step"
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            if comm.rank == 0 and t == 2:
+                go.set()
+        model.state_dict()
+        return weights(model)
+
+    same(threads.run(2, work))
+
+
+def test_the_forward_waits_layer_by_layer():
+    """While the first layer computes, the last one's update has not been made."""
+    layers = built(lambda: nn.Sequential(*(nn.Linear(n, m, bias=False) for n, m in ((6, 16), (16, 16), (16, 3)))))
+    seen = []
+
+    def work(comm):
+        model = layers()
+        opt = sgd(model)
+        one = Rig(comm, model, opt, spec="priority", knobs=TIGHT)
+        before = [p.detach().clone() for p in model.parameters()]
+
+        def look(module, args):
+            if comm.rank == 0:
+                seen.append([not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)])
+
+        for layer in model:
+            layer.register_forward_pre_hook(look)
+        for x, y in data(2):
+            x, y = one.take(x, y)
+            cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+
+    threads.run(2, work)
+    assert seen == [[False] * 3] * 3 + [[True, False, False], [True, True, False], [True, True, True]]
+
+
+def test_foreign_optimizers_and_compiled_models_keep_the_barrier():
+    class Own(torch.optim.SGD):
+        pass
+
+    with pytest.warns(UserWarning, match="Own is not torch's own"):
+        equal(optimizer=lambda m: Own(m.parameters(), lr=0.1))
+
+
+def test_a_copy_of_the_model_does_not_wait():
+    def end(one, model, opt):
+        ema = copy.deepcopy(mlp(seed=1))
+        return ema(data(1)[0][0]).detach()
+
+    equal(end=end)
+
+
+# ---------------------------------------------------------------------------------------------------- the schedule
+
+
+def buckets(sizes, world=2):
+    made = [Bucket(i, [(f"p{i}", torch.zeros(size))], world) for i, size in enumerate(sizes)]
+    for b in made:
+        b.divide(256, world)
+    return made
+
+
+@given(
+    sizes=st.lists(st.integers(1, 400), min_size=1, max_size=12),
+    credit=st.floats(0, 0.004),
+    pace=st.floats(0, 1),
+)
+@settings(max_examples=200, deadline=None)
+def test_every_piece_leaves_once_and_no_more_than_the_credit_allows(sizes, credit, pace):
+    order = Priority(partition=0.001, credit=credit)
+    order.pace = pace
+    ready, sent, made = [], [], 0
+    largest = max(p.flat.nbytes for b in buckets(sizes) for p in b.pieces)
+    for b in buckets(sizes):
+        ready += b.pieces
+        made += b.flat.nbytes
+        for piece in order.next(ready, sent, Event.READY):
+            sent.append(piece)
+        ready = [p for p in ready if p not in sent]
+        assert sum(p.flat.nbytes for p in sent) < pace * made + credit * 2**20 + largest + 1
+    rest = list(order.next(ready, sent, Event.END))
+    assert [p.whole.index for p in rest] == sorted((p.whole.index for p in rest), reverse=True)
+    everything = [*sent, *rest]
+    assert len({id(p) for p in everything}) == len(everything) == sum(len(b.pieces) for b in buckets(sizes))
+
+
+def test_the_pace_is_learned():
+    """The wire carries a third of the bytes while backward makes them: what is left at its end comes to the credit."""
+    order, sizes, credit = Priority(partition=0.001, credit=0.01), [600] * 40, 0.01 * 2**20
+    for _ in range(30):
+        ready, sent = [], []
+        for b in buckets(sizes):
+            ready += b.pieces
+            sent += order.next(ready, sent, Event.READY)
+            ready = [p for p in ready if p not in sent]
+        out = sum(p.flat.nbytes for p in sent)
+        order.next(ready, sent, Event.END)
+        total = out + sum(p.flat.nbytes for p in ready)
+        backlog = max(0.0, out - total / 3)
+        order.hear(backlog)
+    assert abs(backlog - credit) < 2 * 2560
+    assert order.pace < 0.5
+
+
+class Shuffled(nn.Module):
+    """Layers run in an order that differs from worker to worker, and so do their gradients arrive."""
+
+    def __init__(self, widths):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, w) for w in widths)
+        self.turn = list(range(len(widths)))
+
+    def forward(self, x):
+        return sum(self.layers[i](x).square().sum() for i in self.turn)
+
+
+def random_models(count, seed):
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda low, high: int(torch.randint(low, high + 1, (1,), generator=g))  # noqa: E731
+    for _ in range(count):
+        world = draw(2, 4)
+        make = built(lambda: Shuffled([draw(1, 60) for _ in range(draw(1, 8))]), seed=draw(0, 10**6))
+        turns = [torch.randperm(len(make().layers), generator=g).tolist() for _ in range(world)]
+        knobs = {"partition": draw(1, 8) / 4096, "credit": draw(0, 4) / 2048}
+        skips = draw(0, world - 1) if draw(0, 3) == 0 else None
+
+        def work(comm, make=make, turns=turns, knobs=knobs, skips=skips):
+            model = make()
+            model.turn = turns[comm.rank]
+            if comm.rank == skips:
+                model.turn = model.turn[1:] or model.turn  # a parameter that this worker does not use
+            opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+            Rig(comm, model, opt, spec="priority", knobs=knobs)
+            for t in range(3):
+                model(torch.full((2, 4), 0.1 * (comm.rank + t))).backward()
+                opt.step()
+                opt.zero_grad()
+            model.state_dict()
+            return weights(model)
+
+        same(threads.run(world, work, deadline_s=20))
+
+
+def test_random_models_never_block():
+    random_models(40, seed=1)
+
+
+@pytest.mark.slow
+def test_a_thousand_random_models_never_block():
+    random_models(1000, seed=2)
+
+
+# ---------------------------------------------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize("knobs", [{"partition": 0.0}, {"credit": -1.0}, {"partition": float("nan")}])
+def test_bad_knobs(knobs):
+    with pytest.raises(MethodError):
+        method("priority", **knobs)
+
+
+@pytest.mark.parametrize("sync", ["local_sgd", "gossip", "delayed", "async_average"])
+def test_a_sync_without_a_mean_gradient_to_wait_for(sync):
+    with pytest.raises(MethodError, match="priority needs gradients agree"):
+        method(f"priority+{sync}")
+
+
+# ---------------------------------------------------------------------------------------------------- processes
+
+
+def job(rank, world, spec, knobs):
+    import paceline
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3))
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, opt = paceline.prepare(model, opt, method=spec, bucket_mb=0.0005, **knobs)
+    for x, y in data(STEPS):
+        cross_entropy(model(x[rank::world]), y[rank::world]).backward()
+        opt.step()
+        opt.zero_grad()
+    return torch.cat([value.flatten() for value in model.state_dict().values()])
+
+
+@pytest.mark.parametrize(("world", "knobs"), [(2, TIGHT), (3, {"credit": 0.0})])
+def test_between_processes(world, knobs):
+    """Three workers' sums are rounded otherwise where pieces begin elsewhere, so there they are whole."""
+    runs = [processes.run(world, job, world, *spec) for spec in (("priority", knobs), ("exact", {}))]
+    ours, plain = ([torch.as_tensor(outcome.value) for outcome in run] for run in runs)
+    assert torch.equal(same(ours), same(plain))
+
+
+def test_a_method_of_parts():
+    assert str(Method(order=Priority(credit=1.0))) == "priority(credit=1.0)"
