@@ -16,6 +16,9 @@ syncs    whole runs of the methods that agree less often or not all together, be
          free one with a worker of half the speed. Weights are kept as they go by and evaluated when training is over,
          so that nobody who looks gives the others time for nothing.
 
+final    how good the model is at the end of a run of `syncs`' length over which the learning rate falls to zero, as it
+         does where training is finished and not only timed: for exact, for the reducers and syncs that were fastest.
+
 Seconds to the target are steps × step time, and said to be so; those of `confirm` and `syncs` are measured whole. A
 method that sends more in its first steps than later (dgc, onebit_adam) is given the time of the bytes it really sent.
 
@@ -84,6 +87,7 @@ SYNCS: dict[str, tuple[str, dict[str, Any]]] = {
     "backup_workers": ("backup_workers", {"backups": 1}),
     "parameter_server": ("parameter_server", {"consistency": "bounded"}),
 }
+FINAL = ("exact", "powersgd rank=8", "powersgd bf16", "qsgd", "local_sgd powersgd", "local_sgd powersgd H=4")
 SLOW = "one slow worker"  # a condition of `syncs`, in the place of a link
 CONDITIONS = ("unlimited", "100mbit", "10mbit", SLOW)
 
@@ -221,6 +225,17 @@ def train_whole(task: str, name: str, workers: int, condition: str, seed: int, l
     }
 
 
+def train_out(task: str, name: str, workers: int, seed: int) -> Cell:
+    """A run with a falling learning rate, evaluated at its end."""
+    job, steps = TASKS[task], str(TASKS[task].whole)
+    target = Target.parse(job.target)
+    extra = ["--falling", "--eval-every", steps, "--steps", steps, *bucket(LINKS[-1])]
+    one = contender(task, name, seed=seed, extra=extra)
+    race([one], Rules(steps=2 * job.whole, warmup=0, turn=2 * job.whole), workers, "unlimited")
+    curve = score.progress(one.entry(workers).events, target.name)
+    return {"last": round(curve[-1].value, 4) if curve else None, "error": refusal(one.error) if one.error else None}
+
+
 def time_steps(task: str, names: Sequence[str], workers: int, link: str) -> Iterator[tuple[str, Cell]]:
     """The median step of each, taking turns."""
     racing = {}
@@ -257,7 +272,7 @@ class Book:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.cells: dict[str, list[Cell]] = {"steps": [], "time": [], "confirm": [], "syncs": []}
+        self.cells: dict[str, list[Cell]] = {"steps": [], "time": [], "confirm": [], "syncs": [], "final": []}
         if path.exists():
             known = json.loads(path.read_text())
             self.cells |= {part: known[part] for part in self.cells if part in known}
@@ -277,7 +292,9 @@ class Book:
         self.write()
         words = " ".join(f"{value}" for value in key.values())
         shown = {
-            k: v for k, v in cell.items() if k in ("steps", "seconds", "step_ms", "best", "error") and v is not None
+            k: v
+            for k, v in cell.items()
+            if k in ("steps", "seconds", "step_ms", "best", "last", "error") and v is not None
         }
         print(f"{part:8s}{words:40s} {' '.join(f'{k} {v}' for k, v in shown.items())}"[:160], flush=True)
 
@@ -297,6 +314,7 @@ class Book:
             "seconds_to_target": list(estimates(self)),
             "summary": list(summary(self)),
             "syncs_summary": list(syncs_summary(self)),
+            "final_summary": list(final_summary(self)),
         }
         result.write(self.path, json.dumps(whole, indent=1) + "\n")
 
@@ -445,6 +463,16 @@ def syncs_summary(book: Book) -> Iterator[Cell]:
             }
 
 
+def final_summary(book: Book) -> Iterator[Cell]:
+    """Means over the seeds."""
+    for task, workers in sorted({(c["task"], c["workers"]) for c in book.cells["final"]}):
+        for name in FINAL:
+            last = [c["last"] for c in book.find("final", task=task, workers=workers, method=name) if c["last"]]
+            if last:
+                where = {"task": task, "workers": workers, "method": name, "seeds": len(last)}
+                yield {**where, "last": _rounded(statistics.mean(last)), "spread": [min(last), max(last)]}
+
+
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
 
@@ -499,6 +527,18 @@ def syncs_table(book: Book) -> Iterator[str]:
             keys = [("seeds", 6, 0), ("seconds", 9, 1), *ratios, ("last_value", 7, 3)]
             words = [(f"{row[key]:.{digits}f}" if row[key] else "–").rjust(width) for key, width, digits in keys]
             yield f"{row['method']:23s}{''.join(words)}"
+        yield ""
+
+
+def final_table(book: Book) -> Iterator[str]:
+    """Fits 80 columns."""
+    rows = list(final_summary(book))
+    for task, workers in dict.fromkeys((r["task"], r["workers"]) for r in rows):
+        kind, steps = Target.parse(TASKS[task].target).name, TASKS[task].whole
+        yield f"{task}, {workers} workers: {kind} after {steps} steps of a learning rate that falls to zero"
+        for row in [r for r in rows if (r["task"], r["workers"]) == (task, workers)]:
+            low, high = row["spread"]
+            yield f"{row['method']:26s}{row['last']:9.4f}  {low:.4f} to {high:.4f}, {row['seeds']} seeds"
         yield ""
 
 
@@ -590,6 +630,13 @@ def fill_syncs(
             book.add("syncs", key, train_whole(task, name, workers, condition, seed, limit or TASKS[task].whole))
 
 
+def fill_final(book: Book, task: str, workers: int, seeds: Sequence[int], chosen: Sequence[str]) -> None:
+    for seed, name in itertools.product(seeds, FINAL):
+        key = {"task": task, "method": name, "workers": workers, "seed": seed}
+        if name in chosen and not book.known("final", **key):
+            book.add("final", key, train_out(task, name, workers, seed))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the JSON file; what is in it is not measured again")
@@ -616,6 +663,8 @@ def main() -> None:
             named = args.methods.split(",") if args.methods else ["exact", *SYNCS]
             seeds = [int(s) for s in args.seeds.split(",")] if args.seeds else [0]
             fill_syncs(book, task, workers, args.conditions.split(","), seeds, named, args.limit)
+        if part == "final":
+            fill_final(book, task, workers, seeds, args.methods.split(",") if args.methods else FINAL)
         for link in links:
             if part == "time":
                 fill_time(book, task, workers, link, chosen)
@@ -624,7 +673,7 @@ def main() -> None:
     book.write()
     for task, workers in itertools.product(tasks, [int(w) for w in args.workers.split(",")]):
         print(*table(book, task, workers), "", sep="\n")
-    print(*conclusion(book), "", *syncs_table(book), sep="\n")
+    print(*conclusion(book), "", *syncs_table(book), *final_table(book), sep="\n")
     if args.plot:
         plot(book, args.plot)
 

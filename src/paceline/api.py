@@ -8,6 +8,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from paceline.session import SLOW_MBIT, Session
 from paceline.settings import Settings
 from paceline.telemetry import Moment, Recorder
 from paceline.things import Things
+from paceline.trace import hooks as trace_hooks
+from paceline.tuner import Tuner
 
 _session: Session | None = None
 _OWN = tuple(Settings.__dataclass_fields__)
@@ -50,10 +53,12 @@ def prepare(*objects: Any, method: str | Method | Part | None = None, **argument
     deadline: seconds after which a wait for other workers is an error.
     backend: "gloo" or "nccl"; chosen by the device if not given.
     bucket_mb: megabytes of gradients to one exchange; chosen by the measured speed of the link if not given.
+    tuned: a file. If it exists, sizes (of buckets, pieces, the credit) are taken from it; else they are searched for
+        in the first hundred steps of training, and written there.
     """
     global _session
     env = Environment.read()
-    settings = Settings(**{k: v for k, v in arguments.items() if k in _OWN})
+    settings = Settings(**{k: v for k, v in (arguments | (env.knobs or {})).items() if k in _OWN})
     chosen, peer = _method(method, {k: v for k, v in arguments.items() if k not in _OWN}, env)
     things = Things.sort(objects)
     things.check()
@@ -71,6 +76,8 @@ def prepare(*objects: Any, method: str | Method | Part | None = None, **argument
         engines = _engines(_session, things, chosen, settings)
     else:
         new |= _peer(peer, things)
+    if _session.tape is not None:
+        trace_hooks.watch([new.get(id(m), m) for m in things.models], _session.tape, peer=peer is not None)
     loaders = [_loader(_session, source, chosen, settings, engines) for source in things.loaders]
     new |= {id(source): loader for source, loader in zip(things.loaders, loaders, strict=True)}
     _session.print_once(name, loaders)
@@ -84,9 +91,8 @@ def _method(given: Any, knobs: dict[str, Any], env: Environment) -> tuple[Method
     if env.method is not None:
         if given is not None and env.method != given and env.rank == 0:
             print(f"paceline: method {env.method} from the command line (the script says {given})", file=sys.stderr)
-        spec, knobs = env.method, dict(env.knobs or {})
-    else:
-        knobs = knobs | (env.knobs or {})
+        spec, knobs = env.method, {}
+    knobs = knobs | {k: v for k, v in (env.knobs or {}).items() if k not in _OWN}
     if isinstance(spec, str) and spec in PEERS:
         if knobs:
             raise MethodError(f"{spec} takes no knobs", why=f"{sorted(knobs)[0]!r} was given")
@@ -156,6 +162,9 @@ def assemble(
         background=background,
     )
     hooks.attach(engine, things.models, optimizer, pack=pack, scaler=things.scalers[0] if things.scalers else None)
+    if settings.tuned is not None and not engine.idle:
+        path = Path(settings.tuned)
+        engine.look = Tuner(engine, path if len(pack) == 1 else path.with_suffix(f".{len(pack)}{path.suffix}")).forward
     return engine
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ class Crossing:
         self._judged = False  # it is known that the step counts
         self._called: set[int] = set()  # parameters (by id) whose module's forward has begun
         self._shy: set[int] = set()  # those that are used without it: they must be there when any forward begins
-        self._told: set[str] = set()
+        self.told: set[str] = set()  # why a barrier was kept
 
     def off(self, why: str) -> None:
         """Never here."""
@@ -49,11 +50,16 @@ class Crossing:
             self.say(why)
 
     def say(self, why: str) -> None:
-        if why not in self._told and self.engine.comm.rank == 0:
+        if why not in self.told and self.engine.comm.rank == 0:
             text = f"{self.engine.method.order.name}: a step waits for all its gradients: {why}"
             self.engine.recorder.emit(Note(t=time.monotonic(), text=text))
             warnings.warn(f"paceline: {text}", stacklevel=2)
-        self._told.add(why)
+        self.told.add(why)
+
+    @property
+    def under_way(self) -> bool:
+        """An update that the user has asked for and that is not whole yet."""
+        return self._step is not None
 
     # ------------------------------------------------------------------------------------------------ the user's calls
 
@@ -158,3 +164,21 @@ class Crossing:
         self._step, zero_grad, self._zero = None, self._zero, None
         if zero_grad is not None:
             zero_grad()
+
+
+_clipped: weakref.WeakSet[Crossing] = weakref.WeakSet()
+
+
+def watch_clipping(crossing: Crossing) -> None:
+    """torch's functions that clip look at p.grad. All of them come by here, under whatever name they were imported."""
+    theirs: Any = torch.nn.utils.clip_grad
+    group = theirs._group_tensors_by_device_and_dtype
+
+    def landed(tensors: list[list[Tensor]], *args: Any, **kwargs: Any) -> Any:
+        for one in _clipped:
+            one.asked_for(tensors[0])
+        return group(tensors, *args, **kwargs)
+
+    if group.__name__ != landed.__name__:
+        theirs._group_tensors_by_device_and_dtype = landed
+    _clipped.add(crossing)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from paceline.ballot import Poll
 from paceline.bucket import Bucket, Slot, cut
@@ -27,6 +28,8 @@ from paceline.parts import Comm, Event, Layout, Sync
 from paceline.pipeline import Pipeline
 from paceline.telemetry import Recorder
 from paceline.window import Batch, Window
+
+Watch = list[RemovableHandle]
 
 
 class Engine:
@@ -62,13 +65,15 @@ class Engine:
         self.pipeline = Pipeline()
         self.window = Window(comm.world, accumulate)
         self.idle = comm.world == 1 and accumulate == 1  # nobody to agree with: gradients are left alone
-        self.watch: Callable[[Bucket], None] = lambda b: None  # hooks.py: tell when its gradients arrive
-        self.weigh: Callable[[Bucket], None] = lambda b: None  # hooks.py: multiply them by window.scale before
+        self.watch: Callable[[Bucket], Watch] = lambda b: []  # hooks.py: tell when its gradients arrive
+        self.weigh: Callable[[Bucket], Watch] = lambda b: []  # hooks.py: multiply them by window.scale before
+        self.look: Callable[[], None] = lambda: None  # tuner.py: a forward begins
         self.buckets = self.ex.buckets
         self.buffers = cut(buffers, comm.world, bucket_bytes)
         self.under_way = False  # a backward is
         self.asked = False  # to step; hooks.py looks whether a loss scaler did
         self.exchanged = self.landed = False  # the gradients of this step have left; their means are here
+        self._hooks: Watch = []
         self._trainable: list[bool] = []
         self._weighs = False  # workers' batches have differed
         self._coming: list[Bucket] = []  # of this backward, by index: not full yet, or one before them is not
@@ -97,10 +102,23 @@ class Engine:
             if piece_bytes:
                 b.divide(piece_bytes, self.comm.world)
             self.buckets.append(b)
-            self.watch(b)
+            self._hooks += self.watch(b)
             if self._weighs:
-                self.weigh(b)
+                self._hooks += self.weigh(b)
         self._trainable = trainable
+
+    def recut(self, bucket_bytes: int) -> None:
+        """Other buckets for the same parameters, between two steps; what parts remember moves along."""
+        self.settle()
+        saved = [part.state.save(self.buckets) for part in self.method.parts()]
+        for hook in self._hooks:
+            hook.remove()
+        self.bucket_bytes, self.first_bytes = bucket_bytes, min(bucket_bytes, self.first_bytes)
+        self._hooks, self._trainable = [], []
+        self.buckets.clear()
+        self.refresh()
+        for part, memory in zip(self.method.parts(), saved, strict=True):
+            part.state.load(memory, self.buckets)
 
     def take_batch(self, batch: Batch) -> None:
         """The loader hands out a batch."""
@@ -112,7 +130,7 @@ class Engine:
         if self.window.scale != 1.0 and not self._weighs:
             self._weighs = True
             for b in self.buckets:
-                self.weigh(b)
+                self._hooks += self.weigh(b)
 
     # ------------------------------------------------------------------------------------------------ during backward
 

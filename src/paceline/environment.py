@@ -20,6 +20,7 @@ from paceline.errors import PeerError, UsageError, nearest
 STANDARD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The launcher serves the store itself, so no worker must. torchrun's agent says so in the same variable.
 SERVED = "TORCHELASTIC_USE_AGENT_STORE"
+TRACE, TRACE_STEPS = "PACELINE_TRACE", "PACELINE_TRACE_STEPS"
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Environment:
     method: str | None = None  # paceline run --method
     knobs: dict[str, Any] | None = None  # paceline run --set
     events: Path | None = None  # where telemetry goes
+    trace: Path | None = None  # where a timeline of the last steps goes
+    trace_steps: int = 50
 
     @classmethod
     def read(cls, env: Mapping[str, str] = os.environ) -> Environment:
@@ -69,6 +72,8 @@ def _own(env: Mapping[str, str]) -> dict[str, Any]:
         "method": env.get("PACELINE_METHOD") or None,
         "knobs": _knobs(env.get("PACELINE_SET", "")),
         "events": Path(env["PACELINE_EVENTS"]) if env.get("PACELINE_EVENTS") else None,
+        "trace": Path(env[TRACE]) if env.get(TRACE) else None,
+        "trace_steps": _whole(env, TRACE_STEPS, low=1, default=50),
     }
 
 

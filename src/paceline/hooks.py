@@ -11,7 +11,6 @@ model, say) does not drag a second engine behind it, and its calls are told from
 from __future__ import annotations
 
 import types
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,8 +20,8 @@ from torch.autograd import Variable
 
 from paceline import loss_scale
 from paceline.bucket import Bucket, Slot
-from paceline.crossing import Crossing
-from paceline.engine import Engine
+from paceline.crossing import watch_clipping
+from paceline.engine import Engine, Watch
 
 
 def attach(
@@ -47,11 +46,9 @@ def attach(
     engine.refresh()
 
 
-def _watch(engine: Engine, b: Bucket, pack: list[Engine]) -> None:
-    for slot in b.slots:
-        slot.param.register_post_accumulate_grad_hook(_arrival(engine, b, slot, pack))
-        if engine.crossing.on:
-            slot.param.register_hook(_before(engine, slot))
+def _watch(engine: Engine, b: Bucket, pack: list[Engine]) -> Watch:
+    after = [s.param.register_post_accumulate_grad_hook(_arrival(engine, b, s, pack)) for s in b.slots]
+    return after + [s.param.register_hook(_before(engine, s)) for s in b.slots if engine.crossing.on]
 
 
 def _before(engine: Engine, slot: Slot) -> Callable[[Tensor], None]:
@@ -73,7 +70,7 @@ def _arrival(engine: Engine, b: Bucket, slot: Slot, pack: list[Engine]) -> Calla
     return arrive
 
 
-def _weigh(engine: Engine, b: Bucket) -> None:
+def _weigh(engine: Engine, b: Bucket) -> Watch:
     """Before a gradient is accumulated: its share of the mean. Registered only once workers' batches have
     differed.
     """
@@ -83,8 +80,7 @@ def _weigh(engine: Engine, b: Bucket) -> None:
             return None
         return grad * engine.window.scale if engine.window.scale else torch.zeros_like(grad)  # 0 · NaN must be 0
 
-    for slot in b.slots:
-        slot.param.register_hook(share)
+    return [slot.param.register_hook(share) for slot in b.slots]
 
 
 def _end(pack: list[Engine]) -> None:
@@ -125,6 +121,7 @@ def _watch_forward(engine: Engine, model: torch.nn.Module, scaler: Any) -> None:
         if module is not model or not torch.is_grad_enabled():
             return
         engine.refresh()
+        engine.look()
         alone = not engine.method.sync.due(engine.ex.step)
         if scaler is None and (engine.window.accumulate > 1 or engine.ex.keeps or alone or engine.crossing.on):
             loss_scale.refuse_unknown("accumulate" if engine.window.accumulate > 1 else "this method")
@@ -152,7 +149,7 @@ def _cross(engine: Engine, models: Sequence[torch.nn.Module], optimizer: torch.o
         model.register_load_state_dict_pre_hook(lambda *_: crossing.land())
     optimizer.register_state_dict_pre_hook(lambda *_: crossing.land())
     optimizer.register_load_state_dict_pre_hook(lambda *_: crossing.land())
-    _watch_clipping(crossing)
+    watch_clipping(crossing)
     return None
 
 
@@ -166,21 +163,3 @@ def _layer(engine: Engine, module: torch.nn.Module, *, root: bool) -> Callable[[
             engine.crossing.forward(module.parameters(recurse=False), root=root)
 
     return before
-
-
-_clipped: weakref.WeakSet[Crossing] = weakref.WeakSet()
-
-
-def _watch_clipping(crossing: Crossing) -> None:
-    """torch's functions that clip look at p.grad. All of them come by here, under whatever name they were imported."""
-    theirs: Any = torch.nn.utils.clip_grad
-    group = theirs._group_tensors_by_device_and_dtype
-
-    def landed(tensors: list[list[Tensor]], *args: Any, **kwargs: Any) -> Any:
-        for one in _clipped:
-            one.asked_for(tensors[0])
-        return group(tensors, *args, **kwargs)
-
-    if group.__name__ != landed.__name__:
-        theirs._group_tensors_by_device_and_dtype = landed
-    _clipped.add(crossing)

@@ -265,6 +265,7 @@ class Order(Part):
     """
 
     axis: ClassVar[str] = "order"
+    tunes: ClassVar[Mapping[str, tuple[float, float]]] = {}  # knobs worth trying while training, and between which ends
     crosses: ClassVar[bool] = False  # `step` does not wait for the means: each is applied when it has landed
 
     def next(self, ready: Sequence[Bucket], sent: Sequence[Bucket], event: Event) -> Sequence[Bucket]:

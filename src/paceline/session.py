@@ -26,6 +26,10 @@ from paceline.race.gate import Gate, pace_mbit
 from paceline.settings import Settings
 from paceline.telemetry import Hello, Recorder
 from paceline.things import Things
+from paceline.trace import hooks as trace_hooks
+from paceline.trace.comm import traced
+from paceline.trace.recorder import TracedRecorder
+from paceline.trace.tape import Tape
 
 SLOW_MBIT = 1500.0  # below this the link is what a step on a CPU waits for
 _PROBES_KB, _PROBE_S = (64, 64, *[1024] * 8), 0.3  # small ones first: a very slow link shows at once
@@ -40,6 +44,7 @@ class Session:
     user: Comm  # the lane of paceline.mean
     recorder: Recorder
     gate: Gate | None = None
+    tape: Tape | None = None  # where a timeline is asked for
     link_mbit: float = math.inf  # what a worker sends in a mean, the slowest of them
     pack: list[Engine] = field(default_factory=list)
     engines: dict[int, Engine] = field(default_factory=dict)  # by the id of the user's optimizer
@@ -47,15 +52,16 @@ class Session:
 
     @classmethod
     def start(cls, env: Environment, settings: Settings) -> Session:
-        if env.events is not None:
-            env.events.mkdir(parents=True, exist_ok=True)
+        for directory in filter(None, (env.events, env.trace)):
+            directory.mkdir(parents=True, exist_ok=True)
         world = join(env, backend=settings.backend, deadline_s=settings.deadline)
-        recorder = Recorder(env.events, env.rank)
+        tape = Tape(env.trace_steps) if env.trace else None
+        recorder = _recorder(env, world, tape)
         control = world.lane("control")
         gate = Gate.from_env(recorder, lambda: barrier(control))
         if gate is not None:
             gate.pace()
-        session = cls(world, control, world.lane("user"), recorder, gate, link_mbit=link_mbit(control))
+        session = cls(world, control, world.lane("user"), recorder, gate, tape, link_mbit=link_mbit(control))
         if gate is not None:
             gate.settle = session.meet
         world.closing += [session.settle, recorder.close]
@@ -63,8 +69,11 @@ class Session:
         return session
 
     def meet(self) -> None:
-        """Workers that keep their own pace come to a common stop: one that stands still would keep others waiting."""
+        """A common stop. Workers that keep their own pace would keep others waiting, and what is under way in the turn
+        of another contender would take its bytes from it.
+        """
         for engine in self.pack:
+            engine.crossing.land()
             if engine.method.sync.own_pace:
                 engine.method.sync.settle(engine.ex)
 
@@ -127,6 +136,15 @@ class Session:
         workers = many if self.world.world > 1 else "1 worker"
         for line in [f"{workers}, method {method}", *(loader.describe() for loader in loaders), *odd_settings()]:
             print(f"paceline: {line}", file=sys.stderr, flush=True)
+
+
+def _recorder(env: Environment, world: World, tape: Tape | None) -> Recorder:
+    """Of events; and where there is a tape, lanes and optimizers are watched too."""
+    if tape is None or env.trace is None:
+        return Recorder(env.events, env.rank)
+    world.make_lane = traced(tape)
+    trace_hooks.watch_optimizers(tape)
+    return TracedRecorder(env.events, env.rank, tape=tape, traces=env.trace)
 
 
 def link_mbit(comm: Comm) -> float:

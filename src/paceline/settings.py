@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any, Literal
 
 from paceline.errors import UsageError, nearest
@@ -21,6 +22,7 @@ class Settings:
     deadline: float = 300.0
     backend: str | None = None
     bucket_mb: float | None = None
+    tuned: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         _choice("batch", self.batch, ("global", "per_worker"))
@@ -30,6 +32,8 @@ class Settings:
         _number("deadline", self.deadline, high=86400.0, unit=" seconds")
         if self.bucket_mb is not None:
             _number("bucket_mb", self.bucket_mb, high=65536.0, unit=" MB")
+        if self.tuned is not None and not isinstance(self.tuned, (str, PathLike)):
+            raise UsageError(f"tuned={self.tuned!r} is not the path of a file")
         if self.weight is not None and not callable(self.weight):
             raise UsageError(f"weight={self.weight!r} is not a function of a batch")
 

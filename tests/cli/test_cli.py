@@ -232,6 +232,39 @@ def test_under_another_launcher_it_becomes_the_script(echo: str) -> None:
     assert "unset RANK" in done.stderr
 
 
+TRAIN = """
+import torch
+import paceline
+
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = torch.utils.data.DataLoader(torch.ones(24, 2), batch_size=4)
+model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+for x in loader:
+    model(x).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_timeline_of_the_last_steps(call: Call, echo: str, tmp_path: Path) -> None:
+    script, trace = tmp_path / "train.py", tmp_path / "trace.json"
+    script.write_text(TRAIN)
+    code, out, err = call("run", "-n", "2", "--trace", str(trace), "--trace-steps", "4", str(script))
+    assert (code, out) == (0, "")
+    assert f"the timeline is in {trace}" in err
+    slices = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
+    for worker in (0, 1):
+        names = [e["name"] for e in slices if e["pid"] == worker]
+        assert [name for name in names if name.startswith("step")] == [f"step {i}" for i in range(2, 6)]
+        assert names.count("bucket 0") == names.count("backward") == 4
+    trace.unlink()
+    code, _, err = call("run", "--trace", str(trace), echo)  # it has no loop
+    assert code == 0
+    assert "no timeline" in err
+    assert not trace.exists()
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -255,6 +288,9 @@ def test_under_another_launcher_it_becomes_the_script(echo: str) -> None:
         (["--events", "/proc/nope"], "--events /proc/nope cannot be written to"),
         (["--log-dir", "/dev/null"], "--log-dir /dev/null cannot be written to"),
         (["--log-dir", "/dev/null/x"], "cannot be written to"),
+        (["--trace", "/nonexistent/trace.json"], "/nonexistent/trace.json cannot be written"),
+        (["--trace", "/tmp"], "it is a folder"),
+        (["--trace", "/tmp/trace.json", "--trace-steps", "0"], "--trace-steps"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(

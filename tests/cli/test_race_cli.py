@@ -61,9 +61,11 @@ def no_constants(word: str) -> Any:
 def test_a_small_race_to_its_end(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     out, page, keep = tmp_path / "race.json", tmp_path / "race.html", tmp_path / "kept"
+    trace = tmp_path / "trace.json"
     done = race(
         "digits", "--methods", "floor,exact", "--link", "unlimited", "--steps", "8", "--warmup", "2", "--turn", "4",
-        "--json", str(out), "--html", str(page), "--keep", str(keep), "--", "--eval-every", "4",
+        "--json", str(out), "--html", str(page), "--keep", str(keep), "--trace", str(trace), "--trace-steps", "5",
+        "--", "--eval-every", "4",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text(), parse_constant=no_constants)
@@ -94,6 +96,14 @@ def test_a_small_race_to_its_end(tmp_path: Path) -> None:
     assert max(map(len, lines)) <= 80
     assert any(line.startswith("exact") for line in lines)
     assert "<svg" in page.read_text()
+    assert "One step of each" in page.read_text()
+    drawn = json.loads(trace.read_text(), parse_constant=no_constants)["traceEvents"]
+    workers = {e["pid"]: e["args"]["name"].partition(" ")[0] for e in drawn if e["name"] == "process_name"}
+    assert list(workers.values()) == ["single", "floor", "floor", "exact", "exact"]
+    for pid, name in workers.items():
+        mine = [e["name"] for e in drawn if e["ph"] == "X" and e["pid"] == pid]
+        assert sum(word.startswith("step ") for word in mine) == 5
+        assert ("bucket 0" in mine) == (name == "exact")
     assert (keep / "exact" / "worker-1.jsonl").is_file()
     assert (keep / "exact" / "worker-1.log").is_file()
 
@@ -169,6 +179,7 @@ def test_a_race_over_a_slow_link_in_the_lab(tmp_path: Path) -> None:
         (["digits", "--hosts", "2", "--link", "unlimited"], "--hosts needs a link"),
         (["digits", "--turn", "1"], "--turn"),
         (["digits", "--json", "/nonexistent/race.json"], "cannot be written"),
+        (["digits", "--trace", "/nonexistent/trace.json"], "cannot be written"),
         (["digits", "--keep", "/etc"], "not an empty folder"),
     ],
 )

@@ -52,6 +52,12 @@ def race(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the result here; - is stdout.")
     ] = None,
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page with plots here.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="FILE", help="Write a timeline here, for Perfetto.")
+    ] = None,
+    trace_steps: Annotated[
+        int, typer.Option("--trace-steps", min=1, help="How many of each one's last steps it has.")
+    ] = 50,
     keep: Annotated[
         Path | None, typer.Option("--keep", metavar="DIR", help="Keep logs and events in this folder.")
     ] = None,
@@ -64,16 +70,25 @@ def race(
     # Here, not above: they import torch, and --help must not wait for that.
     from paceline.race import course, field, report, result, score, show
     from paceline.race.network import network
+    from paceline.trace import chrome
 
     if task.startswith("-"):  # nothing but script arguments was given
         task, arguments = "text", [task, *(arguments or [])]
     goal = score.Target.parse(target) if target else None
-    rules = course.Rules(steps=steps, warmup=warmup, turn=turn, target=goal, threads=threads, deadline_s=deadline)
+    rules = course.Rules(
+        steps=steps,
+        warmup=warmup,
+        turn=turn,
+        target=goal,
+        threads=threads,
+        deadline_s=deadline,
+        trace_steps=trace_steps if trace else 0,
+    )
     contenders = field.contenders(methods, knobs or [], field.command(task, seed, arguments or []))
     if html is not None:
         report.check_plots()
     to_stdout = str(json) == "-"
-    for path in (None if to_stdout else json, html):
+    for path in (None if to_stdout else json, html, trace):
         if path is not None:
             result.check_writable(path)
     with network(link, workers, hosts) as links:
@@ -94,8 +109,11 @@ def race(
     out.print(show.table(rows, goal))
     for line in notes:
         out.print(line, style="dim", highlight=False, markup=False)
+    traces = {contender.method: contender.traces() for contender in contenders} if trace else {}
+    if trace is not None:
+        result.write(trace, chrome.document(traces))
     if html is not None:
-        result.write(html, report.page(found, entries, notes, warmup=warmup, target=goal))
+        result.write(html, report.page(found, entries, notes, warmup=warmup, target=goal, traces=traces))
     if keep is None and not any(row.error for row in rows):
         shutil.rmtree(directory, ignore_errors=True)  # where somebody failed, its log is there to be read
     if not complete:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -14,6 +16,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from paceline import files
+from paceline.environment import TRACE, TRACE_STEPS
 from paceline.errors import MethodError, UsageError
 from paceline.launch import MOST_WORKERS, PORT, Crew, Output, Site, cores, forwarding, launch
 
@@ -54,6 +58,11 @@ def run(
     events: Annotated[
         Path | None, typer.Option("--events", help="Write the workers' telemetry here.", metavar="DIR")
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", help="Write a timeline of the last steps here, for Perfetto.", metavar="FILE"),
+    ] = None,
+    trace_steps: Annotated[int, typer.Option("--trace-steps", min=1, help="How many steps those are.")] = 50,
     log_dir: Annotated[
         Path | None, typer.Option("--log-dir", help="Write each worker's output here, too.", metavar="DIR")
     ] = None,
@@ -74,11 +83,19 @@ def run(
     env = _method_env(method, knobs or [])
     if events:
         env["PACELINE_EVENTS"] = str(_writable(events, "--events"))
+    if trace:
+        files.check_writable(trace)
     if os.environ.get("RANK") and os.environ.get("WORLD_SIZE"):
         _become(
             command,
             env,
-            {"--workers": workers, "--hosts": hosts, "--log-dir": log_dir, "--json": as_json or None},
+            {
+                "--workers": workers,
+                "--hosts": hosts,
+                "--log-dir": log_dir,
+                "--json": as_json or None,
+                "--trace": trace,
+            },
         )
     workers = _checked_workers(1 if workers is None else workers)
     site = Site.among(hosts.split(","), PORT if port is None else port) if hosts is not None else Site()
@@ -86,9 +103,10 @@ def run(
         raise UsageError("--port is for several hosts", why="on one host any free port is taken", do="leave it out")
     logs = _writable(log_dir, "--log-dir") if log_dir else None
     output = Output.passed(logs, to_stderr=as_json)
-    with forwarding() as forward, launch(command, workers=workers, env=env, site=site, output=output) as crew:
-        forward(crew)
-        code = crew.wait() or 0
+    with _traced(trace, trace_steps) as more, forwarding() as forward:
+        with launch(command, workers=workers, env=env | more, site=site, output=output) as crew:
+            forward(crew)
+            code = crew.wait() or 0
     _tell_end(crew, logs)
     if as_json:
         print(json.dumps(crew.summary()))
@@ -151,6 +169,27 @@ def _become(command: list[str], env: dict[str, str], ours: dict[str, Any]) -> No
     os.execve(command[0], command, {**os.environ, **env})
 
 
+# ------------------------------------------------------------------------------------------------ the timeline
+
+
+@contextlib.contextmanager
+def _traced(to: Path | None, steps: int) -> Iterator[dict[str, str]]:
+    """The workers' environment. Whatever they have left behind when they have ended becomes one file."""
+    if to is None:
+        yield {}
+        return
+    from paceline.trace import chrome, tape
+
+    with tempfile.TemporaryDirectory(prefix="paceline-trace-") as directory:
+        yield {TRACE: directory, TRACE_STEPS: str(steps)}
+        traces = tape.read(Path(directory))
+    if not any(trace.spans for trace in traces):
+        _note("no timeline: no worker left one. Does the loop run over paceline's loader?")
+        return
+    files.write(to, chrome.document({"": traces}))
+    _note(f"the timeline is in {to}; open it in https://ui.perfetto.dev")
+
+
 # ------------------------------------------------------------------------------------------------ the method
 
 
@@ -167,9 +206,16 @@ def _method_env(name: str | None, settings: list[str]) -> dict[str, str]:
     if name is not None and not name.startswith(_PEERS):
         from paceline.method import method
 
-        method(name, **knobs)
+        method(name, **{knob: value for knob, value in knobs.items() if knob not in from_outside()})
     env = {"PACELINE_METHOD": name or "", "PACELINE_SET": json.dumps(knobs) if knobs else ""}
     return {variable: value for variable, value in env.items() if value}
+
+
+def from_outside() -> set[str]:
+    """The arguments of `prepare` that --set may give in the place of a method's knobs."""
+    from paceline.settings import Settings
+
+    return set(Settings.__dataclass_fields__) - {"weight"}
 
 
 def parse_knobs(name: str | None, texts: dict[str, str]) -> dict[str, Any]:
@@ -186,6 +232,7 @@ def parse_knobs(name: str | None, texts: dict[str, str]) -> dict[str, Any]:
     for cls in (registry.find(part.strip()) for part in name.split("+")):
         for knob, kind in kinds(cls).items():
             known[knob] = known[f"{cls.name}.{knob}"] = kind
+    known |= dict.fromkeys(from_outside() - known.keys())
     # A name that is unknown stays text: `method` refuses it and knows the nearest one.
     return {knob: _parse(knob, text, known[knob]) if knob in known else text for knob, text in texts.items()}
 
@@ -193,6 +240,8 @@ def parse_knobs(name: str | None, texts: dict[str, str]) -> dict[str, Any]:
 def _parse(knob: str, text: str, kind: Any) -> Any:
     from paceline.parts import Part
 
+    if kind is None:  # an argument of `prepare`, which checks it
+        return _guess(text)
     wrong = MethodError(f"--set {knob}={text}: {text!r} is not {_called(kind)}")
     if kind is str:
         return text

@@ -37,6 +37,7 @@ class Priority(Order):
     name: ClassVar[str] = "priority"
     paper: ClassVar[str] = "Peng et al., A generic communication scheduler for distributed DNN training, SOSP 2019"
     crosses: ClassVar[bool] = True
+    tunes: ClassVar[dict[str, tuple[float, float]]] = {"partition": (0.25, 16.0), "credit": (0.125, 16.0)}
     needs: ClassVar[dict[str, str]] = {
         "gradients agree": "updates are made of this step's mean gradients, bucket by bucket; use the sync every_step",
         "whole gradients": "every worker updates every bucket; use the layout replicated",

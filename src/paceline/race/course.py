@@ -17,11 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from paceline.environment import TRACE, TRACE_STEPS
 from paceline.race import score
 from paceline.race.group import ContenderError, Group
 from paceline.race.network import Network, alone
 from paceline.race.peers import PEERS
 from paceline.race.score import SINGLE, Entry, Target
+from paceline.trace import tape
+from paceline.trace.tape import Trace
 
 START_S = 300.0  # a dozen processes import torch at once on two cores
 STOP_S = 60.0
@@ -42,6 +45,7 @@ class Rules:
     seconds: float = math.inf  # of steps that count; after the turn in which they are over, that is enough
     target: Target | None = None
     threads: int = 1
+    trace_steps: int = 0  # the last ones, of which a timeline is kept; 0: none
     deadline_s: float | None = None  # for a turn; None: ten times the slowest so far
 
 
@@ -72,6 +76,10 @@ class Contender:
             counted=self.method not in PEERS,
             error=self.error,
         )
+
+    def traces(self) -> list[Trace]:
+        """The timelines its workers left behind; of one that was ended there is none."""
+        return tape.read(self.group.directory) if self.group else []
 
 
 Watch = Callable[[Contender], None]
@@ -125,6 +133,8 @@ def _start(contenders: Sequence[Contender], rules: Rules, network: Network, dire
             "OMP_NUM_THREADS": str(rules.threads),
             "PYTHONUNBUFFERED": "1",
         }
+        if rules.trace_steps:
+            env |= {TRACE: str(folder), TRACE_STEPS: str(rules.trace_steps)}
         if contender.knobs:
             env["PACELINE_SET"] = json.dumps(contender.knobs)
         places = alone() if contender.method == SINGLE else network.places(number)

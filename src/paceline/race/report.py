@@ -1,26 +1,24 @@
 """The race as one page: no script, nothing fetched, readable on a phone, light and dark.
 
-The plots are matplotlib's SVG inside the page. Lines keep their colours; text, axes and grid are drawn in
-stand-in colours that are then replaced by the page's own, so they follow its theme.
+The plots are matplotlib's SVG inside the page: canvas.py.
 """
 
 from __future__ import annotations
 
-import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from typing import Any
 
 import numpy as np
 
 from paceline.errors import UsageError
-from paceline.race import score
+from paceline.race import score, timeline
+from paceline.race.canvas import GRID, INK, canvas, svg
 from paceline.race.result import Result
 from paceline.race.score import FLOOR, SINGLE, Entry, Point, Row, Target, bytes_column
 from paceline.race.show import cells, headings, in_order
+from paceline.trace.tape import Trace
 
-_INK, _GRID = "#010203", "#030201"  # the stand-ins; no line has these colours
 _LINES = ["#3b82d6", "#e0702a", "#2f9e62", "#c23f8e", "#8a63d2", "#b8860b", "#1a9aa8", "#d64545", "#7a8f2a"]
 _GREY = "#8c8c8c"
 
@@ -70,10 +68,18 @@ def check_plots() -> None:
         ) from None
 
 
-def page(result: Result, entries: Sequence[Entry], notes: Sequence[str], *, warmup: int, target: Target | None) -> str:
-    """The whole page. `entries` are what the plots are drawn from."""
+def page(
+    result: Result,
+    entries: Sequence[Entry],
+    notes: Sequence[str],
+    *,
+    warmup: int,
+    target: Target | None,
+    traces: Mapping[str, Sequence[Trace]] | None = None,
+) -> str:
+    """The whole page. `entries` and the `traces` of each contender are what the plots are drawn from."""
     title = f"{result.task}: {result.workers} workers, {result.link} link"
-    figures = "".join(_figures(result, entries, warmup, target))
+    figures = "".join(_figures(result, entries, warmup, target, traces or {}))
     facts = {
         "task": result.task,
         "workers": f"{result.workers} × {result.threads} thread{'s' * (result.threads > 1)}",
@@ -123,7 +129,13 @@ def _table(rows: Sequence[Row], target: Target | None) -> str:
 # ---------------------------------------------------------------------------------------------------- plots
 
 
-def _figures(result: Result, entries: Sequence[Entry], warmup: int, target: Target | None) -> list[str]:
+def _figures(
+    result: Result,
+    entries: Sequence[Entry],
+    warmup: int,
+    target: Target | None,
+    traces: Mapping[str, Sequence[Trace]],
+) -> list[str]:
     """Only the plots there is something to show in."""
     wire = bytes_column(result.rows) == "wire_bytes_per_step"
 
@@ -136,7 +148,10 @@ def _figures(result: Result, entries: Sequence[Entry], warmup: int, target: Targ
     raced = [entry for entry in entries if entry.method != FLOOR]  # its workers learn apart: their losses mean little
     colours = _colours(entries)
     bars = _bars(result, entries, warmup)
-    figures = [_figure("steps", "Where a step's time goes", bars, "Milliseconds of a mean step.")]
+    figures = [
+        _figure("steps", "Where a step's time goes", bars, "Milliseconds of a mean step."),
+        _figure("timeline", "One step of each", timeline.draw(traces), timeline.CAPTION),
+    ]
     for metric, label in (
         ("loss", "loss (mean of 5 steps)"),
         ("eval_loss", "held-out loss"),
@@ -154,11 +169,11 @@ def _figures(result: Result, entries: Sequence[Entry], warmup: int, target: Targ
     return [figure for figure in figures if figure]
 
 
-def _figure(name: str, title: str, svg: str | None, caption: str) -> str:
-    if svg is None:
+def _figure(name: str, title: str, drawn: str | None, caption: str) -> str:
+    if drawn is None:
         return ""
-    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg)  # several drawings, one page: ids must differ
-    return f"<h2>{escape(title)}</h2><figure><div>{svg}</div><figcaption>{escape(caption)}</figcaption></figure>"
+    own = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", drawn)  # several drawings, one page: ids must differ
+    return f"<h2>{escape(title)}</h2><figure><div>{own}</div><figcaption>{escape(caption)}</figcaption></figure>"
 
 
 def _colours(entries: Sequence[Entry]) -> dict[str, str]:
@@ -183,7 +198,7 @@ def _curves(
     labels: tuple[str, str],
     target: Target | None,
 ) -> str | None:
-    figure, axes = _canvas(4.2)
+    figure, axes = canvas(4.2)
     drawn = 0
     for method, (entry, series) in curves.items():
         x = x_of(entry, series)
@@ -196,16 +211,16 @@ def _curves(
     if not drawn:
         return None
     if target:
-        axes.axhline(target.value, color=_INK, lw=0.8, ls=(0, (2, 3)))
+        axes.axhline(target.value, color=INK, lw=0.8, ls=(0, (2, 3)))
         axes.annotate(
             str(target), (0, target.value), xycoords=("axes fraction", "data"), xytext=(4, 4),
-            textcoords="offset points", ha="left", color=_INK, fontsize=9,
+            textcoords="offset points", ha="left", color=INK, fontsize=9,
         )  # fmt: skip
     axes.set_xlabel(labels[0])
     axes.set_ylabel(labels[1])
     axes.set_xlim(left=0)
-    axes.grid(color=_GRID, lw=0.7)
-    return _svg(figure, columns=min(drawn, 4))
+    axes.grid(color=GRID, lw=0.7)
+    return svg(figure, columns=min(drawn, 4))
 
 
 def _bars(result: Result, entries: Sequence[Entry], warmup: int) -> str | None:
@@ -218,7 +233,7 @@ def _bars(result: Result, entries: Sequence[Entry], warmup: int) -> str | None:
     )
     if not shown or FLOOR not in means:
         return None
-    figure, axes = _canvas(0.9 + 0.42 * len(shown))
+    figure, axes = canvas(0.9 + 0.42 * len(shown))
     total = np.array([means[row.method] for row in shown])
     compute = np.minimum(means[FLOOR], total)
     exposed = np.minimum([row.exposed_comm_ms or 0.0 for row in shown], total - compute)
@@ -232,61 +247,9 @@ def _bars(result: Result, entries: Sequence[Entry], warmup: int) -> str | None:
         left = left + width
     for i, width in enumerate(total):
         place = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
-        axes.annotate(f"{width:.1f}", (width, i), color=_INK, **place)
+        axes.annotate(f"{width:.1f}", (width, i), color=INK, **place)
     axes.set_xlim(0, float(total.max()) * 1.12)
     axes.set_xlabel("milliseconds")
-    axes.grid(axis="x", color=_GRID, lw=0.7)
+    axes.grid(axis="x", color=GRID, lw=0.7)
     axes.tick_params(axis="y", length=0)
-    return _svg(figure, columns=3)
-
-
-def _canvas(height: float) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure  # not pyplot: no window, no global state
-
-    figure = Figure(figsize=(7.6, height), layout="constrained")
-    figure.patch.set_alpha(0)
-    axes = figure.add_subplot()
-    axes.patch.set_alpha(0)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(_GRID)
-    axes.tick_params(colors=_INK, color=_GRID, labelcolor=_INK)
-    axes.xaxis.label.set_color(_INK)
-    axes.yaxis.label.set_color(_INK)
-    return figure, axes
-
-
-def _svg(figure: Any, columns: int) -> str:
-    import matplotlib
-
-    figure.legend(
-        loc="outside lower center",
-        ncols=columns,
-        frameon=False,
-        labelcolor=_INK,
-        handlelength=2.2,
-        fontsize=10,
-    )
-    out = io.StringIO()
-    # Text stays text: it scales, can be copied and found, and takes the page's font.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "paceline", "font.size": 11}):
-        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-    svg = out.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(
-        r'(<svg[^>]*?) width="[^"]*"',
-        r"\1",
-        re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1),
-        count=1,
-    )
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"font-family:[^;\"]*|font: [^;\"]*", lambda m: _plain_font(m[0]), svg)
-    return svg.replace(_INK, "currentColor").replace(_GRID, "var(--line)")
-
-
-def _plain_font(style: str) -> str:
-    """matplotlib names its own font, which nobody has; the page's is better, at the same size."""
-    size = re.search(r"[\d.]+px", style)
-    return f"font-size: {size[0]}; font-family: inherit" if size else "font-family: inherit"
+    return svg(figure, columns=3)

@@ -14,9 +14,11 @@ import msgspec
 import psutil
 import torch
 
-from paceline.errors import UsageError
+from paceline.files import check_writable, write
 from paceline.race.network import Kind
 from paceline.race.score import Row
+
+__all__ = ["Machine", "Result", "check_writable", "commit", "describe", "encode", "machine", "write"]
 
 
 class Machine(msgspec.Struct, kw_only=True):
@@ -82,26 +84,6 @@ def machine() -> Machine:
         cpu=_cpu_model(),
         memory_gb=round(psutil.virtual_memory().total / 1e9, 1),
     )
-
-
-def check_writable(path: Path) -> None:
-    """Before the race: afterwards it is too late to hear that a folder does not exist."""
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UsageError(
-            f"{path} cannot be written",
-            why="it is a folder" if path.is_dir() else f"{path.parent} is not a folder one may write to",
-            do="give a file in a folder that exists",
-        )
-
-
-def write(path: Path, text: str) -> None:
-    """The whole file or none: a reader never sees half of it."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def _version() -> str:

@@ -232,7 +232,8 @@ def _connect(comm: DistComm, servers: int) -> list[Line]:
     ]
     mine = [_start(place) for place in places if place.worker == comm.rank]
     homes = [_home(dist.PrefixStore(place.prefix, base), place, board, mine) for place in places]
-    pairs = [Pair(place.pair(base, comm.rank), 0, place.deadline_s) for place in places]
+    make = getattr(comm, "make_pair", Pair)  # a lane that is traced has another one
+    pairs = [make(place.pair(base, comm.rank), 0, place.deadline_s) for place in places]
     return [Remote(pair, board, s, home) for s, (pair, home) in enumerate(zip(pairs, homes, strict=True))]
 
 

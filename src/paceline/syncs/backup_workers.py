@@ -145,6 +145,5 @@ class BackupWorkers(Sync):
             )
         if self._open is None:
             message = Message(ex)
-            rounds = Rounds(ex.background, self._stretch, ex.world - self.backups, message.vector)
-            self._open = rounds, message
+            self._open = Rounds(ex.background, self._stretch, ex.world - self.backups, message.vector), message
         return self._open

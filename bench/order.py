@@ -1,0 +1,136 @@
+"""What goes first: `priority` against the order of backward and torch DDP, where communication is 0.5, 1 and 2 times
+the computing of a step.
+
+    python bench/order.py --out bench/results/order.json
+
+The job is a stack of equal layers (bench/order_job.py). Its step without any communication (`floor`) is measured first;
+then the link between the workers gets the speed at which the bytes of a mean take that long, times the ratio. All
+contenders take turns, as in `paceline race`. No schedule can be faster than the larger of the two: `ideal` is that, and
+`near` how much of it is reached. Wants root for the shaped links; leave the machine alone while it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.files import check_writable, write
+from paceline.lab import namespaces
+from paceline.lab.namespaces import parse_link
+from paceline.race import course, result, score
+from paceline.race.course import Contender, Rules
+from paceline.race.network import network
+
+RATIOS = (0.5, 1.0, 2.0)
+LAYERS, WIDTH = 12, 512
+GRADIENT_BYTES = 4 * LAYERS * WIDTH * (WIDTH + 1)
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "floor": ("floor", {}),
+    "torch:ddp": ("torch:ddp", {}),
+    "backward": ("exact", {}),
+    "priority": ("priority", {}),
+    "priority small": ("priority", {"partition": 1.0, "credit": 1.0}),
+}
+GOAL, NEVER_BELOW = 1.3, 0.98  # priority over torch DDP: where communication equals computing, anywhere
+
+Cell = dict[str, Any]
+
+
+def contender(name: str, batch: int) -> Contender:
+    method, knobs = METHODS[name]
+    job = [sys.executable, str(Path(__file__).with_name("order_job.py"))]
+    sizes = ["--layers", str(LAYERS), "--width", str(WIDTH), "--batch", str(batch), "--bucket-mb", "1"]
+    return Contender(method, [*job, *sizes], knobs, alias=name.replace(" ", "-"))
+
+
+def race(names: Sequence[str], workers: int, link: str, batch: int, *, steps: int, turn: int) -> list[score.Row]:
+    """The rows of all, in the order of their names."""
+    racing = [contender(name, batch) for name in names]
+    rules = Rules(steps=steps, warmup=3, turn=turn)
+    with network(link, workers, None) as links, tempfile.TemporaryDirectory() as folder:
+        if not course.run(racing, rules, links, Path(folder)):
+            raise KeyboardInterrupt
+    rows = []
+    for name, one in zip(names, racing, strict=True):
+        if one.error:
+            raise SystemExit(f"{name}: {one.error}")
+        rows.append(score.rows([one.entry(workers)], link=link, warmup=rules.warmup)[0])
+    return rows
+
+
+def wire_s(workers: int, mbit: float) -> float:
+    """Seconds the bytes of a mean need on a link of that speed."""
+    return 2 * GRADIENT_BYTES * (workers - 1) / workers * 8 / (mbit * 1e6)
+
+
+def measure(workers: int, ratio: float, *, batch: int, steps: int, turn: int) -> list[Cell]:
+    floor_ms = race(["floor"], workers, "unlimited", batch, steps=steps, turn=turn)[0].step_ms_median or math.nan
+    mbit = wire_s(workers, 1.0) / (ratio * floor_ms / 1e3)
+    link = f"{max(mbit, 1.0):.0f}mbit"
+    rows = race(list(METHODS), workers, link, batch, steps=steps, turn=turn)
+    ms = {name: row.step_ms_median or math.nan for name, row in zip(METHODS, rows, strict=True)}
+    ideal = max(ms["floor"], 1e3 * wire_s(workers, (parse_link(link).bits_per_second or 0) / 1e6))
+    return [
+        {
+            "workers": workers,
+            "ratio": ratio,
+            "link": link,
+            "method": name,
+            "step_ms": ms[name],
+            "exposed_comm_ms": row.exposed_comm_ms,
+            "over_ddp": round(ms["torch:ddp"] / ms[name], 3),
+            "near_ideal": round(ideal / ms[name], 3),
+        }
+        for name, row in zip(METHODS, rows, strict=True)
+        if name != "floor"
+    ]
+
+
+def table(cells: Sequence[Cell]) -> None:
+    """Fits 80 columns."""
+    print(f"{'workers':>7s}{'comm/comp':>10s}{'link':>9s}  {'method':16s}{'step ms':>8s}{'over DDP':>9s}{'near':>6s}")
+    for c in cells:
+        where = f"{c['workers']:7d}{c['ratio']:10.1f}{c['link']:>9s}"
+        print(f"{where}  {c['method']:16s}{c['step_ms']:8.1f}{c['over_ddp']:9.2f}{c['near_ideal']:6.2f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--workers", default="2,4")
+    parser.add_argument("--ratios", default=",".join(map(str, RATIOS)))
+    parser.add_argument("--steps", type=int, default=48, help="that count, for each contender")
+    parser.add_argument("--turn", type=int, default=12, help="steps at a time: each turn ends with all landed")
+    parser.add_argument("--batch", type=int, default=256, help="samples for each worker")
+    args = parser.parse_args()
+    check_writable(args.out)
+    if why := namespaces.available():
+        raise SystemExit(f"shaped links need the lab: {why}")
+    here = result.describe([], [], task="", workers=0, link="", kind="none", threads=1)
+    cells: list[Cell] = []
+    for workers in map(int, args.workers.split(",")):
+        for ratio in map(float, args.ratios.split(",")):
+            cells += (new := measure(workers, ratio, batch=args.batch, steps=args.steps, turn=args.turn))
+            table(new)
+    whole = {
+        "bench": "order",
+        "commit": here.commit,
+        "machine": {f: getattr(here.machine, f) for f in here.machine.__struct_fields__},
+        "torch": here.torch,
+        "date": here.date,
+        "command": shlex.join(["python", *sys.argv]),
+        "gradient_bytes": GRADIENT_BYTES,
+        "cells": cells,
+    }
+    write(args.out, json.dumps(whole, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

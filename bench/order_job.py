@@ -1,0 +1,34 @@
+"""The job of bench/order.py: a stack of equal layers."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch import nn
+
+import paceline
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=256, help="samples for each worker")
+    parser.add_argument("--bucket-mb", type=float, default=None)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    layers = [m for _ in range(args.layers) for m in (nn.Linear(args.width, args.width), nn.ReLU())]
+    model: nn.Module = nn.Sequential(*layers)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    x, y = torch.randn(args.batch, args.width), torch.randn(args.batch, args.width)
+    batches = ((x, y) for _ in range(10**9))
+    model, optimizer, batches = paceline.prepare(model, optimizer, batches, bucket_mb=args.bucket_mb)
+    for inputs, targets in batches:
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    main()
