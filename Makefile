@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SETUP := $(VENV)/.done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu lint format bench bench-accuracy data clean
+.PHONY: help setup demo test test-slow test-gpu lint format bench bench-wire bench-accuracy data clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -23,7 +23,7 @@ demo: $(SETUP)  ## the main job: a race on the text task over a 100 Mbit/s link,
 		-- --eval-every 5
 
 test: $(SETUP) lint  ## lint, then all tests that need no GPU and no patience
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist worksteal
 
 test-slow: $(SETUP)  ## the long ones
 	$(BIN)/python -m pytest -m slow --timeout 600
@@ -44,6 +44,10 @@ bench: $(SETUP)  ## the figures behind the docs (tens of minutes; leave the mach
 	$(BIN)/python bench/telemetry.py --out bench/results/telemetry.json
 	$(BIN)/python bench/reducers.py --out bench/results/reducers.json
 	$(BIN)/python bench/parity.py --out bench/results/parity.json
+
+bench-wire: $(SETUP)  ## shared memory, hosts, the order of bytes (half an hour; root for the shaped links)
+	$(BIN)/python bench/collectives.py --out bench/results/collectives.json
+	$(BIN)/python bench/order.py --out bench/results/order.json
 
 bench-accuracy: $(SETUP)  ## seconds to a target accuracy, every reducer on four links (two hours; can be interrupted)
 	$(BIN)/python bench/time_to_accuracy.py --out bench/results/time_to_accuracy.json --plot docs/methods/plots

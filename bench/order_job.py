@@ -6,6 +6,7 @@ import argparse
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 
@@ -21,13 +22,15 @@ def main() -> None:
     layers = [m for _ in range(args.layers) for m in (nn.Linear(args.width, args.width), nn.ReLU())]
     model: nn.Module = nn.Sequential(*layers)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    x, y = torch.randn(args.batch, args.width), torch.randn(args.batch, args.width)
-    batches = ((x, y) for _ in range(10**9))
-    model, optimizer, batches = paceline.prepare(model, optimizer, batches, bucket_mb=args.bucket_mb)
-    for inputs, targets in batches:
-        nn.functional.mse_loss(model(inputs), targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    data = TensorDataset(torch.randn(16 * args.batch, args.width), torch.randn(16 * args.batch, args.width))
+    loader = DataLoader(data, batch_size=args.batch)
+    prepared = paceline.prepare(model, optimizer, loader, batch="per_worker", bucket_mb=args.bucket_mb)
+    model, optimizer, loader = prepared
+    for _ in range(10**6):
+        for x, y in loader:
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 if __name__ == "__main__":

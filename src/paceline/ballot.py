@@ -3,7 +3,8 @@
 [Note: whisper] Where the mean of a bucket is exact on every worker, three numbers behind the last bucket's
 gradients say whether there is anything to talk about: s, s^2 and "I have trouble". The mean of s^2 is the square of
 the mean of s only if all workers are at the same step. All see the same three means, so all decide alike, and
-nearly always it is: go on.
+nearly always it is: go on. (A fourth is for the order: bytes that were under way. The last bucket to be ready is the
+first that the next forward needs, so who crosses the step barrier hears of it in time.)
 
 [Note: ballot] Otherwise, and where means are estimates, one small vector is summed. It leaves with the last bucket,
 so it mostly costs no round trip of its own. On a GPU it stays there until somebody asks: reading makes the host
@@ -26,15 +27,15 @@ _BACKWARDS = 1024  # more than anyone calls in one step: step and backward share
 _SMALL = 251  # its square, summed over any number of workers, is exact in fp32
 
 
-def whisper(b: Bucket, *, step: int, backwards: int, trouble: bool) -> None:
+def whisper(b: Bucket, *, step: int, backwards: int, trouble: bool, backlog: float = 0.0) -> None:
     """[Note: whisper]. Call before the last bucket leaves."""
     s = (step * _BACKWARDS + backwards) % _SMALL
-    b.tail.copy_(torch.tensor([s, s * s, trouble]))
+    b.tail.copy_(torch.tensor([s, s * s, trouble, backlog]))
 
 
 def all_well(b: Bucket) -> bool:
     """After the exchange: was nobody's whisper anything to talk about?"""
-    s, square, trouble = b.tail.tolist()
+    s, square, trouble, _ = b.tail.tolist()
     return bool(trouble == 0.0 and s * s == square)
 
 
@@ -121,7 +122,7 @@ class Poll:
         self.comm, self.guard, self.whispers, self.late = comm, guard, whispers, late
         self._votes: dict[int, Ballot] = {}  # by step: the last one's, and those that are not used yet
         self._extremes: list[Tensor] = []
-        self._last: Bucket | None = None  # the bucket that carries the whisper
+        self.last: Bucket | None = None  # the bucket that carries the whisper
         self._at = (0, 0)
 
     @property
@@ -133,7 +134,7 @@ class Poll:
         self._at = (step, backwards)
         self._extremes.clear()
         self._votes = {s: ballot for s, ballot in self._votes.items() if step - self.late <= s < step}
-        self._last = None
+        self.last = None
 
     def look(self, b: Bucket) -> None:
         """A bucket is about to leave."""
@@ -142,11 +143,14 @@ class Poll:
         if self.late:  # the others hear of it when it has long been in somebody's memory
             b.flat.nan_to_num_(0.0, 0.0, 0.0)
 
-    def close(self, b: Bucket, buckets: list[Bucket]) -> None:
-        """... and it is the last one."""
-        if self.whispers and not b.flat.is_cuda and b.flat.itemsize >= 4:
-            self._last = b
-            whisper(b, step=self._at[0], backwards=self._at[1], trouble=self._trouble(buckets))
+    def whispers_in(self, b: Bucket) -> bool:
+        return self.whispers and not b.flat.is_cuda and b.flat.itemsize >= 4
+
+    def close(self, b: Bucket, buckets: list[Bucket], backlog: float) -> None:
+        """... and it is the last one to be ready."""
+        if self.whispers_in(b):
+            self.last, (step, backwards) = b, self._at
+            whisper(b, step=step, backwards=backwards, trouble=self._trouble(buckets), backlog=backlog)
 
     def _trouble(self, buckets: list[Bucket]) -> bool:
         """Is there anything the other workers must know of?"""
@@ -155,12 +159,12 @@ class Poll:
 
     def call(self, buckets: list[Bucket], backlog: float = 0.0) -> None:
         """All are loaded: vote now, unless it was whispered. `backlog`: bytes under way, for the order."""
-        if self._last is None:
+        if self.last is None:
             self._vote(buckets, backlog)
 
     def used(self, buckets: list[Bucket]) -> list[list[bool]]:
         """All have come back: for each bucket, which of its parameters got a gradient from anyone."""
-        if self._last and not all_well(self._last):
+        if self.last and not all_well(self.last):
             self._vote(buckets)
         said = self.ballot.used() if self.ballot else []
         return said + [[s.arrived and not self.late for s in b.slots] for b in buckets[len(said) :]]
@@ -170,7 +174,7 @@ class Poll:
         self._votes[step] = Ballot(self.comm, buckets, self._extremes, step=step, backwards=backwards, backlog=backlog)
 
     def backlog(self) -> float:
-        return self.ballot.backlog() if self.ballot else 0.0
+        return self.last.tail[-1].item() if self.last else self.ballot.backlog() if self.ballot else 0.0
 
     def bad(self) -> list[int]:
         """The workers whose gradients, of those that this step goes by, are not finite."""

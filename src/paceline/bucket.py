@@ -14,7 +14,7 @@ from torch import Tensor
 
 _ALIGN = 16  # elements: slices start on cache lines and on what vector instructions like
 Kind = Callable[[str, Tensor], Hashable] | None  # by name and parameter: those of different kinds stay apart
-TAIL = 3  # elements behind the gradients, for a word between workers that costs no bytes of its own: ballot.py
+TAIL = 4  # elements behind the gradients, for a word between workers that costs no bytes of its own: ballot.py
 
 
 class Slot:
@@ -48,9 +48,9 @@ class Bucket:
         self._fresh: list[Slot] = []
 
     def divide(self, cap_bytes: int, world: int) -> None:
-        """Let it travel in pieces of at most this size, so that others can go in between."""
-        grain = _ALIGN * world
-        length = max(cap_bytes // self.flat.itemsize // grain, 1) * grain
+        """Let it travel in equal pieces of about this size, so that others can go in between."""
+        grain, count = _ALIGN * world, max(round(self.flat.nbytes / cap_bytes), 1)
+        length = -(-self.flat.numel() // (count * grain)) * grain
         starts = range(0, self.n, length)
         if len(starts) > 1:
             stops = [*starts[1:], self.flat.numel()]

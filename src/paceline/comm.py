@@ -8,7 +8,7 @@ run.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -45,19 +45,51 @@ def signature(op: str, x: Tensor) -> str:
     return f"{op} of {str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
 
 
-class DistComm:
-    """A lane: one process group of its own, so that its order of operations is independent of all other lanes."""
+class Lane:
+    """What all lanes between processes have. The order of operations on one is independent of all other lanes."""
 
-    def __init__(self, group: dist.ProcessGroup, *, name: str, board: Board) -> None:
-        self.group, self.name, self.board = group, name, board
-        self.rank, self.world = group.rank(), group.size()
+    def __init__(self, rank: int, world: int, *, name: str, board: Board) -> None:
+        self.rank, self.world, self.name, self.board = rank, world, name, board
         self.sent = self.ops = 0
         self._seen: set[str] = set()
 
+    def agree(self, what: str, text: str) -> None:
+        self.board.agree(self.name, what, text)
+
+    def _start(self, op: str, x: Tensor, sends: int) -> str:
+        """Count it, and before its first use make sure that every worker means the same operation: two sizes that
+        meet in gloo end a process by SIGABRT, and not always the one that was wrong."""
+        what = signature(op, x)
+        if what not in self._seen:
+            self.agree(f"operation {self.ops} of lane {self.name}", what)
+            self._seen.add(what)
+        self.sent += sends
+        self.ops += 1
+        return f"{op} #{self.ops - 1} of lane {self.name}"
+
+    def _op(self, label: str, out: Tensor, *works: Any) -> Op:
+        number = self.ops - 1
+
+        def wait() -> Tensor:
+            for work in works:
+                until(work, self.board, self.name, number, label, blocking=not out.is_cuda)
+            return out
+
+        return Op(wait, lambda: all(work.is_completed() for work in works))
+
+
+class DistComm(Lane):
+    """A lane over a process group of its own: gloo or NCCL."""
+
+    def __init__(self, group: dist.ProcessGroup, *, name: str, board: Board) -> None:
+        super().__init__(group.rank(), group.size(), name=name, board=board)
+        self.group = group
+
     @classmethod
-    def create(cls, name: str, board: Board, deadline_s: float) -> DistComm:
-        """A new lane over all workers; every worker creates the same lanes in the same order."""
-        group = dist.new_group(timeout=datetime.timedelta(seconds=deadline_s))
+    def create(cls, name: str, board: Board, deadline_s: float, teams: Sequence[list[int]] = ()) -> DistComm:
+        """A new lane over all workers, or over those of one's own team; all create the same lanes in the same order."""
+        timeout = datetime.timedelta(seconds=deadline_s)
+        group = dist.new_subgroups_by_enumeration(teams, timeout)[0] if teams else dist.new_group(timeout=timeout)
         return cls(group, name=name, board=board)
 
     def mean(self, x: Tensor) -> Op:
@@ -108,30 +140,6 @@ class DistComm:
     def broadcast(self, x: Tensor, root: int = 0) -> Op:
         label = self._start("broadcast", x, payload(x) if self.rank == root else 0)
         return self._op(label, x, dist.broadcast(x, group_src=root, group=self.group, async_op=True))
-
-    def agree(self, what: str, text: str) -> None:
-        self.board.agree(self.name, what, text)
-
-    def _start(self, op: str, x: Tensor, sends: int) -> str:
-        """Count it, and before its first use make sure that every worker means the same operation: two sizes that
-        meet in gloo end a process by SIGABRT, and not always the one that was wrong."""
-        what = signature(op, x)
-        if what not in self._seen:
-            self.agree(f"operation {self.ops} of lane {self.name}", what)
-            self._seen.add(what)
-        self.sent += sends
-        self.ops += 1
-        return f"{op} #{self.ops - 1} of lane {self.name}"
-
-    def _op(self, label: str, out: Tensor, *works: Any) -> Op:
-        number = self.ops - 1
-
-        def wait() -> Tensor:
-            for work in works:
-                until(work, self.board, self.name, number, label, blocking=not out.is_cuda)
-            return out
-
-        return Op(wait, lambda: all(work.is_completed() for work in works))
 
 
 class Alone:

@@ -1,10 +1,10 @@
 """The step barrier, crossed: `optimizer.step()` returns at once, and each bucket is updated when it is needed.
 
-[Note: crossing] At the end of backward the workers vote, on a lane beside the gradients': so it is known whether the
-step counts before the first update, while most of the means are still on their way. Before a layer's forward begins,
-its bucket's means are waited for and the user's optimizer steps the parameters of that bucket alone, with the
-learning rate of the moment it was asked to. Before a gradient of the next backward arrives all have landed. Calling an
-elementwise optimizer bucket by bucket gives the same bits as calling it once.
+[Note: crossing] Whether the step counts is known before the first update, while most of the means are still on their
+way: it is whispered with the bucket that is needed first, or voted on at the end of backward, on a lane of its own.
+Before a layer's forward begins, its bucket's means are waited for and the user's optimizer steps the parameters of that
+bucket alone, with the learning rate of the moment it was asked to. Before a gradient of the next backward arrives all
+have landed. Calling an elementwise optimizer bucket by bucket gives the same bits as calling it once.
 
 Who asks for gradients between `backward` and `step` (clipping by torch.nn.utils does) gets them, and that step has
 its barrier back. Where it can never be crossed, `off` says why, once.
@@ -132,7 +132,9 @@ class Crossing:
         engine = self.engine
         self._judged = True
         with engine.waiting():
-            bad, used = engine.poll.bad(), engine.poll.used(engine.buckets)
+            if engine.poll.last is not None:
+                engine.pipeline.drain(of=engine.poll.last)
+            used, bad = engine.poll.used(engine.buckets), engine.poll.bad()
             for b in engine.buffers:
                 engine.pipeline.drain(of=b)
         engine.method.order.hear(engine.poll.backlog())
@@ -166,7 +168,7 @@ class Crossing:
             zero_grad()
 
 
-_clipped: weakref.WeakSet[Crossing] = weakref.WeakSet()
+_clipped: list[weakref.ref[Crossing]] = []
 
 
 def watch_clipping(crossing: Crossing) -> None:
@@ -175,10 +177,11 @@ def watch_clipping(crossing: Crossing) -> None:
     group = theirs._group_tensors_by_device_and_dtype
 
     def landed(tensors: list[list[Tensor]], *args: Any, **kwargs: Any) -> Any:
-        for one in _clipped:
-            one.asked_for(tensors[0])
+        for one in [ref() for ref in _clipped]:
+            if one is not None:
+                one.asked_for(tensors[0])
         return group(tensors, *args, **kwargs)
 
     if group.__name__ != landed.__name__:
         theirs._group_tensors_by_device_and_dtype = landed
-    _clipped.add(crossing)
+    _clipped[:] = [*(ref for ref in _clipped if ref() is not None), weakref.ref(crossing)]

@@ -59,7 +59,7 @@ class Engine:
         self.poll = Poll(
             self.ex.background if crosses else comm,
             guard=guard != "off",
-            whispers=self.ex.exact_everywhere and not crosses,
+            whispers=self.ex.exact_everywhere,
             late=method.sync.lag(),
         )
         self.pipeline = Pipeline()
@@ -78,6 +78,7 @@ class Engine:
         self._weighs = False  # workers' batches have differed
         self._coming: list[Bucket] = []  # of this backward, by index: not full yet, or one before them is not
         self._ready: list[Bucket] = []  # pieces that could leave
+        self._final: Bucket | None = None  # the last to be ready
         self._out: list[Bucket] = []  # ... and those that have left
         self._sends = False
         self._backwards = self._sent = 0
@@ -144,6 +145,7 @@ class Engine:
         self._backwards += 1
         self.poll.begin(self.ex.step, self._backwards)
         self._coming, self._ready, self._out = [b for b in self.buckets if b.active], [], []
+        self._final = self._coming[-1] if self._coming else None
         for b in self._coming:
             b.arm()
 
@@ -164,8 +166,8 @@ class Engine:
             self._ready.remove(b)
             self._out.append(b)
             b.step = self.ex.step
-            if not (self._coming or self._ready):
-                self.poll.close(b, self.buckets)
+            if self._final and b is self._final.pieces[0]:
+                self.poll.close(self._final, self.buckets, self.pipeline.backlog())
             self.pipeline.start(self.ex.grad(b), of=b.whole, size=b.flat.nbytes)
 
     def _load(self, b: Bucket) -> None:
@@ -197,13 +199,15 @@ class Engine:
     def _send_rest(self) -> None:
         for b in self._coming:
             self._load(b)
-        if self.crossing.on:  # what the next forward asks for first
+        early = self.crossing.on  # the next forward asks for these first
+        if early and not (self._final and self.poll.whispers_in(self._final)):
             self.poll.call(self.buckets, self.pipeline.backlog())
+        if early:
             self._share_buffers()
         while self._coming:
             self._next()
         self._send(Event.END)
-        if not self.crossing.on:
+        if not early:
             self.poll.call(self.buckets)
             self._share_buffers()
 

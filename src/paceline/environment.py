@@ -20,6 +20,9 @@ from paceline.errors import PeerError, UsageError, nearest
 STANDARD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The launcher serves the store itself, so no worker must. torchrun's agent says so in the same variable.
 SERVED = "TORCHELASTIC_USE_AGENT_STORE"
+# Which way operations take, where it is not to be found out from the hosts: wire/route.py.
+COLLECTIVES = "PACELINE_COLLECTIVES"
+FLAT, HOST, HIERARCHICAL = WAYS = ("flat", "host", "hierarchical")
 TRACE, TRACE_STEPS = "PACELINE_TRACE", "PACELINE_TRACE_STEPS"
 
 
@@ -37,6 +40,7 @@ class Environment:
     method: str | None = None  # paceline run --method
     knobs: dict[str, Any] | None = None  # paceline run --set
     events: Path | None = None  # where telemetry goes
+    collectives: str | None = None  # one of WAYS
     trace: Path | None = None  # where a timeline of the last steps goes
     trace_steps: int = 50
 
@@ -72,9 +76,16 @@ def _own(env: Mapping[str, str]) -> dict[str, Any]:
         "method": env.get("PACELINE_METHOD") or None,
         "knobs": _knobs(env.get("PACELINE_SET", "")),
         "events": Path(env["PACELINE_EVENTS"]) if env.get("PACELINE_EVENTS") else None,
+        "collectives": _way(env.get(COLLECTIVES, "")),
         "trace": Path(env[TRACE]) if env.get(TRACE) else None,
         "trace_steps": _whole(env, TRACE_STEPS, low=1, default=50),
     }
+
+
+def _way(text: str) -> str | None:
+    if text and text not in WAYS:
+        raise UsageError(f"{COLLECTIVES}={text!r} is not a way that operations can take", do=nearest(text, WAYS))
+    return text or None
 
 
 def _knobs(text: str) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ command line (2 usage, 3 data or checkpoint, 4 peers) and nothing else.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class PacelineError(Exception):
@@ -71,19 +71,20 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"{hint}known: {', '.join(names)}"
 
 
-def differ(what: str, texts: list[str]) -> None:
+def differ(what: str, texts: Sequence[str], workers: Sequence[int] = ()) -> None:
     """Raise the same MismatchError on every worker unless all texts are equal; the fewest are named as the odd
-    ones.
+    ones. `workers`: whose the texts are, where they are not everybody's.
     """
     if len(set(texts)) == 1:
         return
+    said = dict(zip(workers or range(len(texts)), texts, strict=True))
     usual = max(texts, key=texts.count)
-    odd = [rank for rank, text in enumerate(texts) if text != usual]
+    odd = [rank for rank, text in said.items() if text != usual]
     first = odd[0]
     raise MismatchError(
         f"{what}: worker {first} differs from the others",
-        why=f"worker {first} has {_around(texts[first], usual)}; worker {texts.index(usual)} has "
-        f"{_around(usual, texts[first])}" + (f" (workers {odd} differ)" if len(odd) > 1 else ""),
+        why=f"worker {first} has {_around(said[first], usual)}; worker {list(said)[texts.index(usual)]} has "
+        f"{_around(usual, said[first])}" + (f" (workers {odd} differ)" if len(odd) > 1 else ""),
         do="start every worker with the same script, arguments, data and library versions",
         worker=first,
     )

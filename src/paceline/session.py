@@ -7,9 +7,7 @@ import os
 import socket
 import sys
 import time
-import zlib
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,13 +53,15 @@ class Session:
         for directory in filter(None, (env.events, env.trace)):
             directory.mkdir(parents=True, exist_ok=True)
         world = join(env, backend=settings.backend, deadline_s=settings.deadline)
+        world.watch_exit()
         tape = Tape(env.trace_steps) if env.trace else None
         recorder = _recorder(env, world, tape)
         control = world.lane("control")
         gate = Gate.from_env(recorder, lambda: barrier(control))
         if gate is not None:
             gate.pace()
-        session = cls(world, control, world.lane("user"), recorder, gate, tape, link_mbit=link_mbit(control))
+        mbit = link_mbit(control, len(world.route.hosts))
+        session = cls(world, control, world.lane("user"), recorder, gate, tape, link_mbit=mbit)
         if gate is not None:
             gate.settle = session.meet
         world.closing += [session.settle, recorder.close]
@@ -132,7 +132,8 @@ class Session:
             return
         mbit = self.link_mbit
         speed = f" at {mbit:.0f} Mbit/s" if mbit < 1000 else f" at {mbit / 1000:.1f} Gbit/s" if mbit < math.inf else ""
-        many = f"{self.world.world} workers over {self.world.backend}{speed}"
+        over = self.world.route.says() or self.world.backend
+        many = f"{self.world.world} workers over {over}{speed}"
         workers = many if self.world.world > 1 else "1 worker"
         for line in [f"{workers}, method {method}", *(loader.describe() for loader in loaders), *odd_settings()]:
             print(f"paceline: {line}", file=sys.stderr, flush=True)
@@ -142,18 +143,18 @@ def _recorder(env: Environment, world: World, tape: Tape | None) -> Recorder:
     """Of events; and where there is a tape, lanes and optimizers are watched too."""
     if tape is None or env.trace is None:
         return Recorder(env.events, env.rank)
-    world.make_lane = traced(tape)
+    world.make_lane = traced(tape, world.make_lane)
     trace_hooks.watch_optimizers(tape)
     return TracedRecorder(env.events, env.rank, tape=tape, traces=env.trace)
 
 
-def link_mbit(comm: Comm) -> float:
+def link_mbit(comm: Comm, hosts: int) -> float:
     """The speed of a mean, as the slowest worker sees it: one number for all of them.
 
     Infinite on one host, where there is no link. Other programs can only make one look slow, so it is measured again
     until it looks fast or is slow for good.
     """
-    if comm.world == 1 or len(set(comm.gather(torch.tensor([_host()])).wait().flatten().tolist())) == 1:
+    if hosts == 1:
         return pace_mbit()
     best, waited = 0.0, 0.0
     for kilobytes in _PROBES_KB:
@@ -168,14 +169,6 @@ def link_mbit(comm: Comm) -> float:
         if best > SLOW_MBIT or waited > _PROBE_S:
             break
     return best
-
-
-def _host() -> int:
-    """A number that two workers share if nothing but loopback is between them: same kernel, same network namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    kernel = boot.read_text() if boot.exists() else socket.gethostname()
-    namespace = Path("/proc/self/ns/net")
-    return zlib.crc32(f"{kernel} {namespace.stat().st_ino if namespace.exists() else 0}".encode())
 
 
 def barrier(comm: Comm) -> None:

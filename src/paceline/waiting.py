@@ -17,6 +17,14 @@ from paceline.errors import PeerError
 SLICE_S = 0.5
 
 
+class EndedError(RuntimeError):
+    """Another worker's process is gone."""
+
+    def __init__(self, worker: int) -> None:
+        super().__init__(f"the process of worker {worker} has ended")
+        self.worker = worker
+
+
 class Board(Protocol):
     """Where workers leave short messages for each other beside the data: see membership/board.py."""
 

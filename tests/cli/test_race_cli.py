@@ -87,7 +87,7 @@ def test_a_small_race_to_its_end(tmp_path: Path) -> None:
     assert rows["single"]["workers"] == 1
     assert rows["single"]["speedup"] == 1
     assert rows["exact"]["sent_bytes_per_step"] > 4 * 9610 * 0.9  # the gradient, and little else
-    assert rows["exact"]["wire_bytes_per_step"] > rows["floor"]["wire_bytes_per_step"]
+    assert rows["exact"]["wire_bytes_per_step"] >= rows["floor"]["wire_bytes_per_step"]  # of shared memory: nothing
     assert rows["floor"]["sent_bytes_per_step"] is None
     assert rows["exact"]["barrier_ms_p99"] >= rows["exact"]["barrier_ms_p50"] > 0
     # The same seed, the same global batch: one worker and two follow the same trajectory.

@@ -513,4 +513,4 @@ def test_between_processes(world, knobs):
 
 
 def test_a_method_of_parts():
-    assert str(Method(order=Priority(credit=1.0))) == "priority(credit=1.0)"
+    assert str(Method(order=Priority(credit=2.0))) == "priority(credit=2.0)"

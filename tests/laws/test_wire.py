@@ -69,7 +69,7 @@ for method in sys.argv[2:]:
         "method": method,
         "formula": sum(engine.method.reducer.sends(b, world) for b in engine.buckets),
         # A mean that is exact whispers inside its last bucket; others sum one vector of fp64: ballot.py.
-        "ballot": 0 if engine.ex.exact_everywhere else 2 * 8 * (2 * world + slots) * (world - 1) // world,
+        "ballot": 0 if engine.ex.exact_everywhere else 2 * 8 * (2 * world + slots + 1) * (world - 1) // world,
         "counted": engine.comm.sent - sent,
         "bytes": after["tx_bytes"] - before["tx_bytes"],
         "frames": after["tx_packets"] - before["tx_packets"],

@@ -18,7 +18,7 @@ pages = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(pages)
 
 PARTS = registry.parts().items()
-METHODS = [name for name, cls in PARTS if cls.axis == "reducer" or (cls.axis == "sync" and cls.paper)]
+METHODS = [name for name, cls in PARTS if cls.axis == "reducer" or (cls.axis == "sync" and cls.paper)] + ["priority"]
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -144,6 +144,7 @@ def test_images_are_read_as_they_were_written(clothes: Path) -> None:
         gzip.compress(b"\0\0\x0d\x01\0\0\0\x03abc"),
         gzip.compress(b"\0\0\x08\x01\0\0\0\x03abc")[:-9],
     ],
+    ids=["nothing", "not gzip", "empty", "too short", "of floats", "cut off"],
 )
 def test_a_broken_file_is_a_data_error(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.gz"

@@ -15,16 +15,16 @@ from torch import nn
 import processes
 from paceline import api
 from paceline.bucket import Bucket, cut
-from paceline.comm import DistComm
 from paceline.parts import Sync
 from paceline.race import timeline
 from paceline.telemetry import Hello, Recorder, Step
 from paceline.telemetry import read as read_events
 from paceline.trace import chrome, tape
-from paceline.trace.comm import TracedComm, bucket_in_hand
+from paceline.trace.comm import TracedLane, bucket_in_hand
 from paceline.trace.exchanges import exchanges, in_rows
 from paceline.trace.recorder import TracedRecorder
 from paceline.trace.tape import COMPUTE, WAITS, Span, Tape, Trace
+from paceline.wire.host import HostComm
 
 LANES = ("gradients 0", "background 0")
 
@@ -264,7 +264,7 @@ def test_a_real_run(method: str, knobs: dict[str, Any], tmp_path: Path) -> None:
     steps = 12
     env = {"PACELINE_TRACE": str(tmp_path), "PACELINE_EVENTS": str(tmp_path)}
     for kinds, sent in processes.values(processes.run(2, _train, method, knobs, steps, env=env)):
-        assert set(kinds) == {"TracedRecorder", "TracedComm"}
+        assert set(kinds) == {"TracedRecorder", "TracedHostComm"}
         assert all(counted == seen for counted, seen in sent)
         assert any(counted for counted, _ in sent)
     traces = tape.read(tmp_path)
@@ -293,7 +293,7 @@ def test_a_real_run(method: str, knobs: dict[str, Any], tmp_path: Path) -> None:
 def test_nothing_is_different_where_nobody_asked(tmp_path: Path) -> None:
     env = {"PACELINE_EVENTS": str(tmp_path)}
     for kinds, _ in processes.values(processes.run(2, _train, "exact", {}, 2, env=env)):
-        assert set(kinds) == {Recorder.__name__, DistComm.__name__}
+        assert set(kinds) == {Recorder.__name__, HostComm.__name__}
     assert tape.read(tmp_path) == []
     assert not list(tmp_path.glob("trace*"))
 
@@ -305,7 +305,7 @@ def _lands(rank: int) -> list[float]:
     assert session is not None
     assert session.tape is not None
     lane = next(lane for lane in session.world.lanes if lane.name == "user")
-    assert isinstance(lane, TracedComm)
+    assert isinstance(lane, TracedLane)
     x = torch.ones(1000)
     handle, end = lane.mean(x), time.monotonic() + 30
     span = next(s for s in session.tape.spans() if s.track == "user")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from paceline.errors import DeadlineError, MismatchError, PacelineError, PeerError, differ
-from paceline.waiting import SLICE_S
+from paceline.waiting import SLICE_S, EndedError
 
 _KINDS = {cls.__name__: cls for cls in (DeadlineError, MismatchError)}
 _GRACE_S = 2.0  # how long survivors wait for each other's word before they call somebody silent
@@ -159,7 +159,8 @@ class StoreBoard:
         self.write(f"waits/{self.rank}", None)
 
     def lost(self, label: str, error: Exception) -> PeerError:
-        """A connection broke. Find out who is gone: those who live say so within the grace."""
+        """A connection broke. Find out who is gone: those who live say so within the grace, unless the error knows."""
+        known = [error.worker] if isinstance(error, EndedError) else []
         self.write(f"lost/{self.rank}", label)
         end = time.monotonic() + _GRACE_S
         while time.monotonic() < end:
@@ -171,10 +172,11 @@ class StoreBoard:
             if gone:
                 r, left = next(iter(gone.items()))
                 return self._gave_up(_left_early(r, left, label))
-            if len(self.others("lost")) == self.world - 1:
+            if known or len(self.others("lost")) == self.world - 1:
                 break
             time.sleep(0.05)
-        silent = sorted(set(range(self.world)) - set(self.others("lost")) - {self.rank})
+        quiet = set(range(self.world)) - set(self.others("lost")) - {self.rank}
+        silent = known or sorted(quiet - set(self._waits()) or quiet)  # who still waits for something lives
         who = f"worker {silent[0]} stopped answering" if silent else "the connection between workers broke"
         return self._gave_up(
             PeerError(

@@ -21,6 +21,8 @@ from paceline.environment import Environment, board_prefix, check_transport
 from paceline.errors import DeadlineError, MismatchError, UsageError, nearest
 from paceline.membership.board import StoreBoard
 from paceline.parts import Comm
+from paceline.wire.host import HostComm
+from paceline.wire.route import Route
 
 _FAREWELL_S = 60.0  # how long a finished worker stays for those still in their last operation
 _AFTERMATH_S = 5.0  # ... and worker 0, if it serves the store, after a failure
@@ -33,8 +35,9 @@ class World:
         self.env, self.backend, self.board, self.deadline_s = env, backend, board, deadline_s
         self.rank, self.world = env.rank, env.world
         self.device = torch.device("cuda", env.local_rank) if "nccl" in backend else torch.device("cpu")
-        self.lanes: list[DistComm] = []
-        self.make_lane: Callable[[str, StoreBoard, float], DistComm] = DistComm.create  # or what trace/comm.py has
+        self.lanes: list[DistComm | HostComm] = []
+        self.route = Route()
+        self.make_lane: Callable[[str, StoreBoard, float], DistComm | HostComm] = self._lane  # trace/ has another
         if board is not None:
             board.counts = lambda: {lane.name: lane.ops for lane in self.lanes}
         self.closing: list[Callable[[], None]] = []  # called when this worker leaves, whatever the reason
@@ -47,8 +50,13 @@ class World:
         self.check_process()
         if self.board is None:
             return Alone()
+        if not self.lanes:
+            self.route = Route.find(self.board, self.env.collectives)
         self.lanes.append(self.make_lane(name, self.board, self.deadline_s))
         return self.lanes[-1]
+
+    def _lane(self, name: str, board: StoreBoard, deadline_s: float) -> DistComm | HostComm:
+        return self.route.lane(name, board, deadline_s)
 
     def check_process(self) -> None:
         if os.getpid() != self._pid:

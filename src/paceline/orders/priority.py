@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from paceline.bucket import Bucket
 
 _MB = 1 << 20
-_GAIN = 0.5  # how much of an error in the backlog is put right at once
+_GAIN = 0.8  # how much of an error in the backlog is put right at once
 
 
 @register
@@ -43,8 +43,8 @@ class Priority(Order):
         "whole gradients": "every worker updates every bucket; use the layout replicated",
     }
 
-    partition: float = knob(4.0, "a larger bucket travels in pieces of this size", unit="MB", above=0.0)
-    credit: float = knob(4.0, "in flight at the end of backward: less lets urgent ones pass sooner", unit="MB", low=0.0)
+    partition: float = knob(4.0, "a larger bucket travels in pieces of about this size", unit="MB", above=0.0)
+    credit: float = knob(1.0, "in flight at the end of backward: less lets urgent ones pass sooner", unit="MB", low=0.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from paceline.environment import COLLECTIVES
 from paceline.errors import PacelineError, UsageError
 from paceline.lab import namespaces
 from paceline.lab.namespaces import Lab, parse_link
@@ -32,7 +33,7 @@ _FOREIGN = (
     "GLOO_",
     "PACELINE_",
 )
-_KEPT = ("PACELINE_DATA",)
+_KEPT = ("PACELINE_DATA", COLLECTIVES)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import paceline
-from paceline.comm import DistComm
+from paceline.comm import Lane
 from paceline.environment import board_prefix
 from paceline.errors import DeadlineError, PeerError, UsageError
 from paceline.parts import Comm
@@ -199,7 +199,7 @@ _desks_lock = threading.Lock()
 
 def connect(comm: Comm, servers: int) -> list[Line]:
     """This worker's lines to all servers. Server s is started by worker s mod W, on its host, and ends with it."""
-    if isinstance(comm, DistComm):
+    if isinstance(comm, Lane):
         return _connect(comm, servers)
     with _desks_lock:
         desks = _desks.setdefault(comm.room, {}) if isinstance(comm, ThreadComm) else {}
@@ -207,7 +207,7 @@ def connect(comm: Comm, servers: int) -> list[Line]:
         return [Local(desks.setdefault((name, s), Desk()), comm) for s in range(servers)]
 
 
-def _connect(comm: DistComm, servers: int) -> list[Line]:
+def _connect(comm: Lane, servers: int) -> list[Line]:
     board: Any = comm.board
     base = board.store
     while isinstance(base, dist.PrefixStore):

@@ -17,22 +17,24 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from paceline.bucket import Bucket
-from paceline.comm import DistComm, Op, payload
+from paceline.comm import Lane, Op, payload
+from paceline.membership.board import StoreBoard
 from paceline.parts import Part
 from paceline.serving.comm import Pair
 from paceline.trace.tape import Span, Tape
-from paceline.waiting import Board
+
+L = TypeVar("L", bound=Lane)
 
 _POLL_S = 0.0005
 
 
-class TracedComm(DistComm):
-    """Lanes are made by `traced`, which gives them their tape."""
+class TracedLane(Lane):
+    """What `traced` makes of a lane."""
 
     tape: Tape
 
@@ -122,13 +124,12 @@ class _Poller:
 _poller = _Poller()
 
 
-def traced(tape: Tape) -> Callable[[str, Board, float], DistComm]:
-    """What makes lanes that keep their spans on this tape."""
+def traced(tape: Tape, make: Callable[[str, StoreBoard, float], L]) -> Callable[[str, StoreBoard, float], L]:
+    """What makes the same lanes, with their spans kept on this tape."""
 
-    def create(name: str, board: Board, deadline_s: float) -> DistComm:
-        lane = TracedComm.create(name, board, deadline_s)
-        assert isinstance(lane, TracedComm)
-        lane.tape = tape
+    def create(name: str, board: StoreBoard, deadline_s: float) -> L:
+        lane = make(name, board, deadline_s)
+        lane.__class__ = type(f"Traced{type(lane).__name__}", (TracedLane, type(lane)), {"tape": tape})
         return lane
 
     return create
