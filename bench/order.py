@@ -106,9 +106,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--workers", default="2,4")
     parser.add_argument("--ratios", default=",".join(map(str, RATIOS)))
-    parser.add_argument("--steps", type=int, default=48, help="that count, for each contender")
-    parser.add_argument("--turn", type=int, default=12, help="steps at a time: each turn ends with all landed")
-    parser.add_argument("--batch", type=int, default=256, help="samples for each worker")
+    parser.add_argument("--steps", type=int, default=16, help="that count, for each contender")
+    parser.add_argument("--turn", type=int, default=16, help="steps at a time: each turn ends with all landed")
+    parser.add_argument("--batch", type=int, default=4096, help="samples for each worker")
     args = parser.parse_args()
     check_writable(args.out)
     if why := namespaces.available():
