@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 
+from paceline import files
 from paceline.errors import PacelineError, UsageError
 from paceline.lab import namespaces
 from paceline.lab.namespaces import Lab, parse_link
@@ -213,7 +214,7 @@ class Book:
             "pinned": {package: pins for package, pins in PINNED.items() if pins},
             "cells": self.cells,
         }
-        result.write(self.path, json.dumps(whole, indent=1) + "\n")
+        files.write(self.path, json.dumps(whole, indent=1) + "\n")
 
 
 def measured(cell: Cell) -> Cell:

@@ -44,6 +44,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline import files
 from paceline.errors import PacelineError
 from paceline.lab import namespaces
 from paceline.lab.namespaces import parse_link
@@ -316,7 +317,7 @@ class Book:
             "syncs_summary": list(syncs_summary(self)),
             "final_summary": list(final_summary(self)),
         }
-        result.write(self.path, json.dumps(whole, indent=1) + "\n")
+        files.write(self.path, json.dumps(whole, indent=1) + "\n")
 
 
 def _now() -> str:
@@ -652,7 +653,7 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=2.0, help="times exact's steps, until a run is given up")
     args = parser.parse_args()
     tasks, links, parts = args.tasks.split(","), args.links.split(","), args.parts.split(",")
-    result.check_writable(args.out)
+    files.check_writable(args.out)
     book = Book(args.out)
     for part, task, workers in itertools.product(parts, tasks, [int(w) for w in args.workers.split(",")]):
         chosen = [n for n in names(task) if args.methods is None or n in (YARDSTICK, *args.methods.split(","))]

@@ -77,8 +77,8 @@ class Engine:
         self._trainable: list[bool] = []
         self._weighs = False  # workers' batches have differed
         self._coming: list[Bucket] = []  # of this backward, by index: not full yet, or one before them is not
+        self._final: Bucket | None = None  # ... the last to be ready
         self._ready: list[Bucket] = []  # pieces that could leave
-        self._final: Bucket | None = None  # the last to be ready
         self._out: list[Bucket] = []  # ... and those that have left
         self._sends = False
         self._backwards = self._sent = 0

@@ -54,10 +54,12 @@ class Tuner:
         self._left = candidates
         self._took: list[float] = []
         self._last: tuple[int, float] | None = None  # step, moment
-        self._search = _Search(self.space, self.values) if engine.comm.rank == 0 else None
+        self._search: _Search | None = None
         if (known := self._heard(self._read())) is not None:
             self._change(known)
             self._left = 0
+        elif engine.comm.rank == 0:
+            self._search = _Search(self.space, self.values)
 
     def forward(self) -> None:
         """A forward begins: look at the clock, and perhaps change the candidate."""
@@ -118,7 +120,7 @@ class Tuner:
     def _job(self) -> dict[str, Any]:
         """What the numbers hold for."""
         return {
-            "method": str(type(self.engine.method.order).name),
+            "method": self.engine.method.order.name,
             "reducer": self.engine.method.reducer.name,
             "workers": self.engine.comm.world,
             "parameters": sum(b.n for b in self.engine.buckets),

@@ -347,12 +347,11 @@ def test_one_host_is_found_and_nothing_lies_about():
 # ---------------------------------------------------------------------------------------------------- several hosts
 
 
-def every_operation(rank, places):
-    world = _join(places)
-    comm = world.lane("test")
+def operations(comm):
+    """The result of each, on small and large vectors."""
     w, results = comm.world, []
     for n in (5, 40_000):
-        x = vector(n * w, torch.float32, rank)
+        x = vector(n * w, torch.float32, comm.rank)
         results += [
             comm.mean(x.clone()).wait(),
             comm.sum(x.clone()).wait(),
@@ -363,7 +362,13 @@ def every_operation(rank, places):
             comm.broadcast(x.clone(), 1).wait(),
             comm.shift(x, 1).wait(),
         ]
-    before = comm.across.sent
+    return results
+
+
+def every_operation(rank, places):
+    world = _join(places)
+    comm = world.lane("test")
+    results, before = operations(comm), comm.across.sent
     comm.mean(torch.zeros(80_000)).wait()
     return results, world.route.way, comm.sent, comm.across.sent - before
 
@@ -375,19 +380,7 @@ def test_every_operation_between_hosts_as_threads_do(places):
     w = len(places)
 
     def plain(comm):
-        results = []
-        for n in (5, 40_000):
-            x = vector(n * w, torch.float32, comm.rank)
-            results += [
-                comm.mean(x.clone()).wait(),
-                comm.sum(x.clone()).wait(),
-                comm.mean(x[:-1].to(torch.bfloat16)).wait().float(),
-                comm.gather(x).wait(),
-                comm.scatter_mean(x.clone()).wait(),
-                comm.alltoall(x.view(w, n)).wait(),
-                comm.broadcast(x.clone(), 1).wait(),
-                comm.shift(x, 1).wait(),
-            ]
+        results = operations(comm)
         comm.mean(torch.zeros(80_000)).wait()
         return results, comm.sent
 

@@ -24,6 +24,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from paceline import files
 from paceline.errors import DeadlineError, MethodError, UsageError
 from paceline.lab import namespaces
 from paceline.lab.interface import Counters
@@ -806,7 +807,7 @@ def test_without_a_terminal_progress_is_plain_lines(tmp_path: Path) -> None:
 def test_the_json_has_these_keys_and_is_written_whole(tmp_path: Path) -> None:
     path = tmp_path / "race.json"
     path.write_text("old")
-    result.write(path, result.encode(some_result([wide_row("exact", loss=None)])))
+    files.write(path, result.encode(some_result([wide_row("exact", loss=None)])))
     found = json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(f"{word} in JSON"))
     assert list(found) == RESULT_KEYS
     assert list(found["rows"][0]) == ROW_KEYS
@@ -823,7 +824,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(OSError, match="no space left"):
-        result.write(path, "new")
+        files.write(path, "new")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["race.json"]
 
@@ -831,7 +832,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
 def test_a_result_that_could_not_be_written_is_refused_beforehand(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none" / "race.json"):
         with pytest.raises(UsageError, match="cannot be written"):
-            result.check_writable(path)
+            files.check_writable(path)
 
 
 def test_the_page_needs_nothing_from_elsewhere_and_escapes_what_it_shows() -> None:

@@ -68,6 +68,7 @@ def race(
     whatever else this machine does hits all of them alike.
     """
     # Here, not above: they import torch, and --help must not wait for that.
+    from paceline import files
     from paceline.race import course, field, report, result, score, show
     from paceline.race.network import network
     from paceline.trace import chrome
@@ -90,7 +91,7 @@ def race(
     to_stdout = str(json) == "-"
     for path in (None if to_stdout else json, html, trace):
         if path is not None:
-            result.check_writable(path)
+            files.check_writable(path)
     with network(link, workers, hosts) as links:
         directory = _folder(keep)
         with show.Progress(Console(stderr=True), contenders, rules) as watch:
@@ -104,16 +105,16 @@ def race(
     if to_stdout:
         print(result.encode(found), end="")
     elif json is not None:
-        result.write(json, result.encode(found))
+        files.write(json, result.encode(found))
     out = Console(stderr=to_stdout)
     out.print(show.table(rows, goal))
     for line in notes:
         out.print(line, style="dim", highlight=False, markup=False)
     traces = {contender.method: contender.traces() for contender in contenders} if trace else {}
     if trace is not None:
-        result.write(trace, chrome.document(traces))
+        files.write(trace, chrome.document(traces))
     if html is not None:
-        result.write(html, report.page(found, entries, notes, warmup=warmup, target=goal, traces=traces))
+        files.write(html, report.page(found, entries, notes, warmup=warmup, target=goal, traces=traces))
     if keep is None and not any(row.error for row in rows):
         shutil.rmtree(directory, ignore_errors=True)  # where somebody failed, its log is there to be read
     if not complete:

@@ -49,7 +49,7 @@ class Priority(Order):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.pace = 1.0  # learned, and not worth saving: it is known again after a few steps
-        self._made = 0  # bytes of the last backward
+        self._made = 0  # bytes that were ready when `next` was asked last: after a backward, all of its
 
     def piece_bytes(self) -> int:
         return int(self.partition * _MB)
@@ -57,11 +57,10 @@ class Priority(Order):
     def next(self, ready: Sequence[Bucket], sent: Sequence[Bucket], event: Event) -> Sequence[Bucket]:
         urgent = sorted(ready, key=lambda b: -b.whole.index)  # stable: the pieces of a bucket stay in order
         out = sum(b.flat.nbytes for b in sent)
+        self._made = out + sum(b.flat.nbytes for b in ready)
         if event is Event.END:
-            self._made = out + sum(b.flat.nbytes for b in ready)
             return urgent
-        made = out + sum(b.flat.nbytes for b in ready)
-        limit = self.pace * made + self.credit * _MB
+        limit = self.pace * self._made + self.credit * _MB
         after = accumulate((b.flat.nbytes for b in urgent), initial=out)
         return [b for b, before in zip(urgent, after, strict=False) if before < limit]
 

@@ -14,11 +14,8 @@ import msgspec
 import psutil
 import torch
 
-from paceline.files import check_writable, write
 from paceline.race.network import Kind
 from paceline.race.score import Row
-
-__all__ = ["Machine", "Result", "check_writable", "commit", "describe", "encode", "machine", "write"]
 
 
 class Machine(msgspec.Struct, kw_only=True):
