@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from paceline.membership.board import StoreBoard, stuck
+import pytest
+
+from paceline.membership.board import StoreBoard, StoreLostError, stuck
+from paceline.waiting import EndedError
 
 
 def waits(label: str, lane: str, op: int, **ops: int) -> dict[str, object]:
@@ -54,3 +57,39 @@ def test_a_wait_that_ends_while_another_worker_looks_at_it():
     boards = [StoreBoard(store, rank, 2, 30.0) for rank in range(2)]
     boards[1].write("waits/1", waits("mean #3", "a", 3, a=4))
     assert boards[0].read("waits/1") is None
+
+
+class Gone:
+    """A store whose server has died: every question is a broken pipe."""
+
+    def __getattr__(self, name):
+        def broken(*args):
+            raise RuntimeError("sendBytes failed: Broken pipe\nframe #0: ...")
+
+        return broken
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda board: board.agree("a", "operation 0", "mean"),
+        lambda board: board.pulse("a", 0, "mean #0", 1.0),
+        lambda board: board.clear(),
+        lambda board: board.cause(),
+        lambda board: board.post_cause(ValueError("x")),
+        lambda board: board.count("a"),
+        lambda board: board.first("a", "x"),
+        lambda board: board.seen("a", 1.0),
+        lambda board: board.forget("a"),
+    ],
+)
+def test_a_store_that_is_gone_is_said_to_be(ask):
+    with pytest.raises(StoreLostError, match=r"store does not answer(?s:.*)Broken pipe(?s:.*)output of the launcher"):
+        ask(StoreBoard(Gone(), 1, 3, 30.0))
+
+
+def test_with_the_store_gone_a_connection_still_knows_its_worker():
+    board = StoreBoard(Gone(), 1, 3, 30.0)
+    assert isinstance(board.lost("mean #0", RuntimeError("reset")), StoreLostError)
+    error = board.lost("mean #0", EndedError(0))
+    assert (error.worker, error.what) == (0, "worker 0 stopped answering in step 0 (mean #0)")

@@ -16,6 +16,7 @@ from typing import IO
 from paceline.launch.worker import Worker
 
 _HOLD_S = 0.1
+_WORDS_S = 1.5  # less than its neighbours wait before they look for a cause themselves
 
 
 class Output:
@@ -68,7 +69,8 @@ class Output:
         if rank not in self._streams:
             return ""
         stream = self._streams[rank][1]
-        stream.over.wait(0.2)  # it has ended, but its words may still be in the pipe
+        # It has ended, but its words may still be in the pipe: this process may just be importing torch, with the GIL.
+        stream.over.wait(_WORDS_S)
         lines = [line.strip() for line in stream.tail]
         return next((line.decode(errors="replace") for line in reversed(lines) if line), "")[:500]
 

@@ -6,11 +6,10 @@ be more than text: messages are JSON. Nothing here is on the fast path of a step
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from paceline.errors import DeadlineError, MismatchError, PacelineError, PeerError, differ
@@ -20,11 +19,15 @@ _KINDS = {cls.__name__: cls for cls in (DeadlineError, MismatchError)}
 _GRACE_S = 2.0  # how long survivors wait for each other's word before they call somebody silent
 
 
+class StoreLostError(PeerError):
+    """Whoever serves the store is gone, and with it everything that workers could say to each other."""
+
+
 class StoreBoard:
     """One worker's view of the board."""
 
     def __init__(self, store: Any, rank: int, world: int, deadline_s: float) -> None:
-        self.store, self.rank, self.world, self.deadline_s = store, rank, world, deadline_s
+        self.store, self.rank, self.world, self.deadline_s = _Served(store), rank, world, deadline_s
         self.step = 0  # kept by the engine, for messages only
         self.where = ""  # the samples in hand, likewise
         self.counts: Callable[[], dict[str, int]] = dict  # how many operations this worker has begun on each lane
@@ -47,29 +50,25 @@ class StoreBoard:
 
     def count(self, key: str, more: int = 1) -> int:
         """Add to a counter that all workers share; what it says then."""
-        with _served():
-            return int(self.store.add(key, more))
+        return int(self.store.add(key, more))
 
     def first(self, key: str, text: str) -> None:
         """Written once: who comes later changes nothing."""
-        with _served():
-            self.store.compare_set(key, "", text)
+        self.store.compare_set(key, "", text)
 
     def seen(self, key: str, seconds: float) -> str | None:
         """What `first` wrote there, by whomever; None if nobody does within so many seconds."""
         end, pause = time.monotonic() + seconds, 0.0005
-        with _served():
-            while not self.store.check([key]):
-                if time.monotonic() > end:
-                    return None
-                time.sleep(pause := min(2 * pause, 0.004))
-            return str(self.store.get(key).decode())
+        while not self.store.check([key]):
+            if time.monotonic() > end:
+                return None
+            time.sleep(pause := min(2 * pause, 0.004))
+        return str(self.store.get(key).decode())
 
     def forget(self, *keys: str) -> None:
         """Only what no worker will ask for again."""
-        with _served():
-            for key in keys:
-                self.store.delete_key(key)
+        for key in keys:
+            self.store.delete_key(key)
 
     # ------------------------------------------------------------------------------------------------ causes
 
@@ -88,12 +87,16 @@ class StoreBoard:
         cause = {"worker": worker, "what": what, "why": why, "step": self.step, "kind": type(error).__name__}
         self.store.compare_set("cause", "", json.dumps(cause))
 
+    def cause(self) -> PeerError | None:
+        """The first one posted, by whomever."""
+        if (found := self.read("cause")) is None:
+            return None
+        kind = _KINDS.get(found.get("kind"), PeerError)
+        return kind(found["what"], why=found.get("why") or "", worker=found.get("worker"))
+
     def raise_cause(self) -> None:
-        cause = self.read("cause")
-        if cause is not None:
-            raise _KINDS.get(cause.get("kind"), PeerError)(
-                cause["what"], why=cause.get("why") or "", worker=cause.get("worker")
-            )
+        if cause := self.cause():
+            raise cause
 
     # ------------------------------------------------------------------------------------------------ waiting
 
@@ -161,15 +164,18 @@ class StoreBoard:
     def lost(self, label: str, error: Exception) -> PeerError:
         """A connection broke. Find out who is gone: those who live say so within the grace, unless the error knows."""
         known = [error.worker] if isinstance(error, EndedError) else []
+        try:
+            return self._find_lost(label, error, known)
+        except StoreLostError as gone:
+            return _silence(known, self.step, label, error) if known else gone
+
+    def _find_lost(self, label: str, error: Exception, known: list[int]) -> PeerError:
         self.write(f"lost/{self.rank}", label)
         end = time.monotonic() + _GRACE_S
         while time.monotonic() < end:
-            try:
-                self.raise_cause()
-            except PeerError as cause:
+            if cause := self.cause():
                 return cause
-            gone = self.others("left")
-            if gone:
+            if gone := self.others("left"):
                 r, left = next(iter(gone.items()))
                 return self._gave_up(_left_early(r, left, label))
             if known or len(self.others("lost")) == self.world - 1:
@@ -177,31 +183,33 @@ class StoreBoard:
             time.sleep(0.05)
         quiet = set(range(self.world)) - set(self.others("lost")) - {self.rank}
         silent = known or sorted(quiet - set(self._waits()) or quiet)  # who still waits for something lives
-        who = f"worker {silent[0]} stopped answering" if silent else "the connection between workers broke"
-        return self._gave_up(
-            PeerError(
-                f"{who} in step {self.step} ({label})",
-                why=str(error).splitlines()[0],
-                do="look at that worker's output: killed (out of memory?), crashed, or its host is gone",
-                worker=silent[0] if silent else None,
-            )
-        )
+        return self._gave_up(_silence(silent, self.step, label, error))
 
     def _gave_up(self, error: PeerError) -> PeerError:
         self.post_cause(error)
         return error
 
 
-@contextlib.contextmanager
-def _served() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerError(
-            "the store does not answer any more",
-            why=str(error).splitlines()[0],
-            do="look at the output of the launcher, or of worker 0 if there is none: one of them serves it",
-        ) from None
+class _Served:
+    """The c10d store, whose errors say what it means that it does not answer."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        call = getattr(self._store, name)
+
+        def asked(*args: Any) -> Any:
+            try:
+                return call(*args)
+            except RuntimeError as error:
+                raise StoreLostError(
+                    "the store does not answer any more",
+                    why=str(error).splitlines()[0],
+                    do="look at the output of the launcher, or of worker 0 if there is none: one of them serves it",
+                ) from None
+
+        return asked
 
 
 def stuck(waits: dict[int, Any], world: int) -> bool:
@@ -216,6 +224,16 @@ def stuck(waits: dict[int, Any], world: int) -> bool:
         return begun and all(w["label"] == mine["label"] for w in waits.values() if (w["lane"], w["op"]) == here)
 
     return len(waits) == world and not any(served(mine) for mine in waits.values())
+
+
+def _silence(silent: list[int], step: int, label: str, error: Exception) -> PeerError:
+    who = f"worker {silent[0]} stopped answering" if silent else "the connection between workers broke"
+    return PeerError(
+        f"{who} in step {step} ({label})",
+        why=str(error).splitlines()[0],
+        do="look at that worker's output: killed (out of memory?), crashed, or its host is gone",
+        worker=silent[0] if silent else None,
+    )
 
 
 def _left_early(worker: int, left: Any, label: str) -> PeerError:

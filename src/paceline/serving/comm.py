@@ -30,6 +30,7 @@ import paceline
 from paceline.comm import Lane
 from paceline.environment import board_prefix
 from paceline.errors import DeadlineError, PeerError, UsageError
+from paceline.membership.board import StoreLostError
 from paceline.parts import Comm
 from paceline.serving.desk import Code, Desk, Message
 from paceline.threadcomm import Room, ThreadComm
@@ -158,11 +159,11 @@ class Remote:
         self._board.agree(key, what, text)
 
     def pulse(self, lane: str, op: int, label: str, waited_s: float) -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone with its worker: the connection will tell
+        with contextlib.suppress(StoreLostError):  # the store is gone with its worker: the connection will tell
             self._board.pulse(lane, op, label, waited_s)
 
     def clear(self) -> None:
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(StoreLostError):
             self._board.clear()
 
     def lost(self, label: str, error: Exception) -> PeerError:
@@ -178,17 +179,15 @@ class Remote:
     def _cause(self) -> PeerError | None:
         """What somebody else may already know of it."""
         end = time.monotonic() + _GRACE_S
-        with contextlib.suppress(RuntimeError):
-            while time.monotonic() < end:
-                try:
-                    self._board.raise_cause()
-                except PeerError as cause:
-                    return cause
+        cause: PeerError | None = None
+        with contextlib.suppress(StoreLostError):
+            while not cause and time.monotonic() < end:
                 time.sleep(0.05)
-        return None
+                cause = self._board.cause()
+        return cause
 
     def _told(self, error: PeerError) -> PeerError:
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(StoreLostError):
             self._board.post_cause(error)
         return error
 
