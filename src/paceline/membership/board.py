@@ -27,7 +27,8 @@ class StoreBoard:
     """One worker's view of the board."""
 
     def __init__(self, store: Any, rank: int, world: int, deadline_s: float) -> None:
-        self.store, self.rank, self.world, self.deadline_s = _Served(store), rank, world, deadline_s
+        self.store, self.rank, self.world, self.deadline_s = store, rank, world, deadline_s
+        self._store = _Served(store)
         self.step = 0  # kept by the engine, for messages only
         self.where = ""  # the samples in hand, likewise
         self.counts: Callable[[], dict[str, int]] = dict  # how many operations this worker has begun on each lane
@@ -36,10 +37,10 @@ class StoreBoard:
     # ------------------------------------------------------------------------------------------------ plain messages
 
     def read(self, key: str) -> Any:
-        return json.loads(self.store.get(key)) if self.store.check([key]) else None
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def write(self, key: str, value: Any) -> None:
-        self.store.set(key, json.dumps(value))
+        self._store.set(key, json.dumps(value))
 
     def others(self, key: str) -> dict[int, Any]:
         """What the other workers wrote under key/<rank>, where they did."""
@@ -50,25 +51,25 @@ class StoreBoard:
 
     def count(self, key: str, more: int = 1) -> int:
         """Add to a counter that all workers share; what it says then."""
-        return int(self.store.add(key, more))
+        return int(self._store.add(key, more))
 
     def first(self, key: str, text: str) -> None:
         """Written once: who comes later changes nothing."""
-        self.store.compare_set(key, "", text)
+        self._store.compare_set(key, "", text)
 
     def seen(self, key: str, seconds: float) -> str | None:
         """What `first` wrote there, by whomever; None if nobody does within so many seconds."""
         end, pause = time.monotonic() + seconds, 0.0005
-        while not self.store.check([key]):
+        while not self._store.check([key]):
             if time.monotonic() > end:
                 return None
             time.sleep(pause := min(2 * pause, 0.004))
-        return str(self.store.get(key).decode())
+        return str(self._store.get(key).decode())
 
     def forget(self, *keys: str) -> None:
         """Only what no worker will ask for again."""
         for key in keys:
-            self.store.delete_key(key)
+            self._store.delete_key(key)
 
     # ------------------------------------------------------------------------------------------------ causes
 
@@ -85,7 +86,7 @@ class StoreBoard:
             why += f"; its batch was made of {self.where}" if self.where else ""
         worker = error.worker if isinstance(error, PeerError) else self.rank
         cause = {"worker": worker, "what": what, "why": why, "step": self.step, "kind": type(error).__name__}
-        self.store.compare_set("cause", "", json.dumps(cause))
+        self._store.compare_set("cause", "", json.dumps(cause))
 
     def cause(self) -> PeerError | None:
         """The first one posted, by whomever."""
