@@ -113,12 +113,18 @@ def main() -> None:
     check_writable(args.out)
     if why := namespaces.available():
         raise SystemExit(f"shaped links need the lab: {why}")
-    here = result.describe([], [], task="", workers=0, link="", kind="none", threads=1)
-    cells: list[Cell] = []
+    cells: list[Cell] = json.loads(args.out.read_text())["cells"] if args.out.exists() else []
     for workers in map(int, args.workers.split(",")):
         for ratio in map(float, args.ratios.split(",")):
-            cells += (new := measure(workers, ratio, batch=args.batch, steps=args.steps, turn=args.turn))
+            new = measure(workers, ratio, batch=args.batch, steps=args.steps, turn=args.turn)
             table(new)
+            cells = [c for c in cells if (c["workers"], c["ratio"]) != (workers, ratio)] + new
+            save(args.out, sorted(cells, key=lambda c: (c["workers"], c["ratio"])))
+
+
+def save(path: Path, cells: Sequence[Cell]) -> None:
+    """After every cell: what is known stays known."""
+    here = result.describe([], [], task="", workers=0, link="", kind="none", threads=1)
     whole = {
         "bench": "order",
         "commit": here.commit,
@@ -129,7 +135,7 @@ def main() -> None:
         "gradient_bytes": GRADIENT_BYTES,
         "cells": cells,
     }
-    write(args.out, json.dumps(whole, indent=1) + "\n")
+    write(path, json.dumps(whole, indent=1) + "\n")
 
 
 if __name__ == "__main__":

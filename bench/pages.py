@@ -93,32 +93,63 @@ def _row(method: str, cells: list[dict[str, Any] | None]) -> list[str]:
 
 
 def whole_runs(name: str) -> Iterator[str]:
-    """Of a sync: seconds to the target as they were, beside exact's."""
+    """Seconds to the target as they were, beside exact's."""
     book = results("time_to_accuracy")
-    rows = book.get("syncs_summary", [])
-    spec = book.get("syncs_knobs", {})
-    mine = [row for row in rows if row["method"] in spec and name in spec[row["method"]][0].split("+")]
-    if not mine or registry.find(name).axis != "sync":
+    spec = {**book.get("tuned", {}), **book.get("syncs_knobs", {})}
+    sync = registry.find(name).axis == "sync"
+    ran = [row for row in book.get("syncs_summary", []) if row["method"] in spec]
+    mine = [r for r in ran if spec[r["method"]][0] == name or (sync and name in spec[r["method"]][0].split("+"))]
+    if not mine:
         return
-    yield "## Measured"
-    yield ""
-    yield "Whole runs, two cores, one seed (`bench/results/time_to_accuracy.json`, part `syncs`); exact on"
-    yield "a slow link by steps × step time."
+    if sync:
+        yield "## Measured"
+        yield ""
+    yield "Whole runs, two cores, means over the seeds (`bench/results/time_to_accuracy.json`, part `syncs`); exact"
+    yield "on a slow link by steps × step time."
     yield ""
     for method in dict.fromkeys(row["method"] for row in mine):
         what, knobs = spec[method]
         said = ", ".join(f"{k}={v}" for k, v in knobs.items())
         yield from table(
-            [f"{what} {said and f'({said})'}".strip(), "seconds", "over exact, free link", "exact there over it"],
             [
-                [f"{r['task']}, {r['workers']} workers, {r['condition']}", *(_number(r[key]) for key in _WHOLE)]
-                for r in mine
-                if r["method"] == method
+                f"{what} {said and f'({said})'}".strip(),
+                "seeds",
+                "seconds",
+                "over exact, free link",
+                "exact there over it",
             ],
+            [[_where(r), f"{r['seeds']}", *(_number(r[key]) for key in _WHOLE)] for r in mine if r["method"] == method],
         )
 
 
 _WHOLE = ("seconds", "over_exact_unlimited", "faster_than_exact_here")
+
+
+def _where(row: dict[str, Any]) -> str:
+    return f"{row['task']}, {row['workers']} workers, {row['condition']}"
+
+
+def orders(name: str) -> Iterator[str]:
+    """Of an order: a step beside torch DDP's, and how near it comes to the ideal pipeline."""
+    book = results("order")
+    cells = book.get("cells", [])
+    if not any(cell["method"].split()[0] == name for cell in cells):
+        return
+    yield "## Measured"
+    yield ""
+    yield "A stack of equal layers, whose bytes take `comm/comp` times its computing on that link, each worker on a"
+    yield "host of its own in the network lab, two cores (`bench/results/order.json`). `near` is the larger of the two,"
+    yield "which no order can beat, over the step."
+    yield ""
+    head = ["workers", "comm/comp", "link", "order", "step ms", "torch DDP over it", "near"]
+    keys = ("workers", "ratio", "link", "method")
+    yield from table(
+        head,
+        [
+            [*(str(c[key]) for key in keys), f"{c['step_ms']:.0f}", f"{c['over_ddp']:.2f}", f"{c['near_ideal']:.2f}"]
+            for c in cells
+        ],
+    )
 
 
 def _number(value: float | None) -> str:
@@ -144,7 +175,7 @@ def costs(name: str) -> Iterator[str]:
 def page(name: str, text: str) -> str:
     """The page with its tables as they should be."""
     cls = registry.find(name)
-    made = [*knobs(cls), *to_target(name), *whole_runs(name), *costs(name)]
+    made = [*knobs(cls), *to_target(name), *whole_runs(name), *orders(name), *costs(name)]
     return "\n".join([text.partition(MARK)[0].rstrip(), "", MARK, "", *made]).rstrip() + "\n"
 
 

@@ -11,15 +11,14 @@ steps    how many steps a method takes to the target, for each task, number of w
 time     the median step, for each task, number of workers and link: methods take turns, as in `paceline race`. `floor`,
          which sends nothing, runs with them: by its steps the summary takes out what the machine itself was slower on
          one link's turn than on another's.
-confirm  the whole run on the link itself, for the best of ours on each link and for exact without a limit.
-syncs    whole runs of the methods that agree less often or not all together, beside exact: on slow links, and on a
-         free one with a worker of half the speed. Weights are kept as they go by and evaluated when training is over,
-         so that nobody who looks gives the others time for nothing.
+syncs    whole runs of the methods that agree less often or not all together (and, by name, of any other), beside exact:
+         on slow links, and on a free one with a worker of half the speed. Weights are kept as they go by and evaluated
+         when training is over, so that nobody who looks gives the others time for nothing.
 
 final    how good the model is at the end of a run of `syncs`' length over which the learning rate falls to zero, as it
          does where training is finished and not only timed: for exact, for the reducers and syncs that were fastest.
 
-Seconds to the target are steps × step time, and said to be so; those of `confirm` and `syncs` are measured whole. A
+Seconds to the target are steps × step time, and said to be so; those of `syncs` are measured whole. A
 method that sends more in its first steps than later (dgc, onebit_adam) is given the time of the bytes it really sent.
 
 Every cell is written when it is known, and what is known is not measured again: run it as often as it takes. What
@@ -67,6 +66,7 @@ PAPERS = ("exact", "half", "int8", "qsgd", "nuqsgd", "sign", "topk", "randomk", 
 TUNED: dict[str, tuple[str, dict[str, Any]]] = {
     "powersgd rank=8": ("powersgd", {"rank": 8}),
     "powersgd bf16": ("powersgd", {"wire": "bf16"}),
+    "powersgd rank=8 bf16": ("powersgd", {"rank": 8, "wire": "bf16", "bucket_mb": 16}),
     "topk ratio=0.1": ("topk", {"ratio": 0.1}),
     "qsgd bits=8": ("qsgd", {"bits": 8}),
 }
@@ -75,6 +75,7 @@ SYNCS: dict[str, tuple[str, dict[str, Any]]] = {
     "local_sgd": ("local_sgd", {"every": 8}),
     "local_sgd powersgd": ("local_sgd+powersgd", {"every": 8, "rank": 8, "wire": "bf16", "delay": 3}),
     "local_sgd powersgd H=4": ("local_sgd+powersgd", {"every": 4, "rank": 8, "wire": "bf16", "delay": 2}),
+    "local_sgd powersgd H=3": ("local_sgd+powersgd", {"every": 3, "rank": 10, "wire": "bf16", "delay": 1}),
     "local_sgd powersgd H=2": ("local_sgd+powersgd", {"every": 2, "rank": 8, "wire": "bf16", "delay": 1}),
     "post_local_sgd": ("post_local_sgd+powersgd", {"start": 20, "every": 8, "rank": 8, "wire": "bf16", "delay": 3}),
     "slowmo powersgd": ("slowmo+powersgd", {"every": 8, "beta": 0.3, "rank": 8, "wire": "bf16", "delay": 3}),
@@ -84,11 +85,13 @@ SYNCS: dict[str, tuple[str, dict[str, Any]]] = {
     "gossip": ("gossip", {}),
     "gossip_lowbit": ("gossip_lowbit", {}),
     "async_average": ("async_average", {}),
-    "delayed": ("delayed+powersgd", {"staleness": 1}),
+    "async_average H=4": ("async_average", {"every": 4}),
+    "async_average H=2": ("async_average", {"every": 2}),
+    "delayed powersgd": ("delayed+powersgd", {"staleness": 1, "rank": 8, "wire": "bf16"}),
     "backup_workers": ("backup_workers", {"backups": 1}),
     "parameter_server": ("parameter_server", {"consistency": "bounded"}),
 }
-FINAL = ("exact", "powersgd rank=8", "powersgd bf16", "qsgd", "local_sgd powersgd", "local_sgd powersgd H=4")
+FINAL = ("exact", "powersgd rank=8", "powersgd bf16", "qsgd", *(f"local_sgd powersgd{h}" for h in ("", " H=4", " H=3")))
 SLOW = "one slow worker"  # a condition of `syncs`, in the place of a link
 CONDITIONS = ("unlimited", "100mbit", "10mbit", SLOW)
 
@@ -134,9 +137,11 @@ def spec(name: str) -> tuple[str, dict[str, Any]]:
 def contender(task: str, name: str, *, seed: int = 0, extra: Sequence[str] = ()) -> Contender:
     """The method as it will race. Raises a PacelineError if there is no such method."""
     method, knobs = spec(name)
+    settings = ["--bucket-mb", f"{knobs['bucket_mb']:g}"] if "bucket_mb" in knobs else []
+    knobs = {knob: value for knob, value in knobs.items() if knob != "bucket_mb"}
     if method not in PEERS:
         make_method(method, **knobs)
-    arguments = command(task, seed, [*TASKS[task].own.get(method, []), *extra])
+    arguments = command(task, seed, [*TASKS[task].own.get(method, []), *extra, *settings])
     return Contender(method, arguments, knobs, alias=name.replace(" ", "-"))
 
 
@@ -173,15 +178,15 @@ def refusal(error: str) -> str:
 # ---------------------------------------------------------------------------------------------------- the three parts
 
 
-def train(task: str, name: str, workers: int, link: str, seed: int, limit: int, buckets_of: str) -> Cell:
-    """Train until the target, or for `limit` steps, with buckets as the link `buckets_of` has them."""
+def train(task: str, name: str, workers: int, seed: int, limit: int) -> Cell:
+    """Train until the target, or for `limit` steps, on a free link with buckets as the slowest has them."""
     job = TASKS[task]
     target = Target.parse(job.target)
     try:
-        one = contender(task, name, seed=seed, extra=["--eval-every", str(job.eval_every), *bucket(buckets_of)])
+        one = contender(task, name, seed=seed, extra=["--eval-every", str(job.eval_every), *bucket(LINKS[-1])])
     except PacelineError as error:
         return {"error": f"refused: {error.what}"}
-    kind = race([one], Rules(steps=limit, warmup=0, turn=job.turn, target=target), workers, link)
+    kind = race([one], Rules(steps=limit, warmup=0, turn=job.turn, target=target), workers, "unlimited")
     events = one.entry(workers).events
     curve = score.progress(events, target.name)
     met = next((p for p in curve if target.met(p.value)), None)
@@ -273,7 +278,7 @@ class Book:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.cells: dict[str, list[Cell]] = {"steps": [], "time": [], "confirm": [], "syncs": [], "final": []}
+        self.cells: dict[str, list[Cell]] = {"steps": [], "time": [], "syncs": [], "final": []}
         if path.exists():
             known = json.loads(path.read_text())
             self.cells |= {part: known[part] for part in self.cells if part in known}
@@ -397,33 +402,32 @@ def slower(book: Book, task: str, workers: int, link: str) -> float:
 
 def summary(book: Book) -> Iterator[Cell]:
     """For each link the best of ours over exact without a limit: by steps × step time at the same speed of the machine,
-    and measured as a whole.
+    and by whole runs.
     """
-    known = list(estimates(book))
+    known, whole = list(estimates(book)), [row for row in syncs_summary(book) if row["over_exact_unlimited"]]
     for task, workers in sorted({(cell["task"], cell["workers"]) for cell in known}):
-        here = [cell for cell in known if (cell["task"], cell["workers"]) == (task, workers)]
         where = {"task": task, "workers": workers}
+        here = [cell for cell in known if where.items() <= cell.items()]
         base = next((c["seconds"] for c in here if (c["method"], c["link"]) == ("exact", "unlimited")), None)
-        whole = book.find("confirm", **where, method="exact", link="unlimited")
         for link in LINKS:
             best = best_of_ours(cell for cell in here if cell["link"] == link)
             if best is None:
                 continue
-            ran = book.find("confirm", **where, method=best["method"], link=link)
-            both = whole and ran and whole[0]["seconds"] and ran[0]["seconds"]
             machine = slower(book, task, workers, link)
+            ran = [row for row in whole if {**where, "condition": link}.items() <= row.items()]
+            fastest = min(ran, key=lambda row: row["over_exact_unlimited"], default=None)
             yield {
                 **where,
                 "link": link,
+                "goal": GOALS.get(link),
                 "best": best["method"],
                 "seconds": best["seconds"],
                 "machine_slower": round(machine, 3),
                 "over_exact_unlimited": round(best["seconds"] / machine / base, 3) if base else None,
-                "goal": GOALS.get(link),
-                "measured_seconds": ran[0]["seconds"] if ran else None,
-                "measured_over_exact_unlimited": round(ran[0]["seconds"] / whole[0]["seconds"], 3) if both else None,
                 "value_at_exacts_steps": _rounded(at_exacts_steps(book, task, workers, best["method"])),
                 "exacts_value": _rounded(at_exacts_steps(book, task, workers, "exact")),
+                "best_whole": fastest and fastest["method"],
+                "whole_over_exact_unlimited": fastest and fastest["over_exact_unlimited"],
             }
 
 
@@ -447,7 +451,7 @@ def syncs_summary(book: Book) -> Iterator[Cell]:
 
         free = seconds("exact", "unlimited")
         here = seconds("exact", condition) or by_steps.get((task, workers, condition))
-        for name in ("exact", *SYNCS):
+        for name in ("exact", *TUNED, *SYNCS):
             took = seconds(name, condition)
             if not book.find("syncs", **where, method=name, condition=condition):
                 continue
@@ -499,21 +503,18 @@ def table(book: Book, task: str, workers: int) -> Iterator[str]:
         yield f"{name:17s}{steps:>6s}" + "".join(f"{word:>11s}" for word in words) + f"{last:>10s}"
         if why := next((c["why"] for c in cells if c and not c["seconds"]), None):
             yield f"  {name}: {why}"[:80]
-    for ran in book.find("confirm", task=task, workers=workers):
-        took = f"{ran['seconds']:.1f} s" if ran.get("seconds") else "not reached"
-        estimate = known.get((ran["method"], ran["link"]), {}).get("seconds")
-        yield f"measured as a whole: {ran['method']}, {ran['link']}: {took} (against {estimate})"
 
 
 def conclusion(book: Book) -> Iterator[str]:
     """Fits 80 columns."""
-    yield "the best of ours over exact without a limit, and its value at exact's last step"
-    yield "task    workers      link  best of ours       ratio measured  goal  value  exact"
+    yield "the best of ours over exact without a limit, W workers: by steps × step time,"
+    yield "and in whole runs"
+    yield f"{'task':8s}{'W':>2s}{'link':>10s} {'by steps':16s}{'ratio':>5s} {'whole':26s}{'ratio':>6s}{'goal':>5s}"
     for cell in summary(book):
-        ratios = [("over_exact_unlimited", 7, 2), ("measured_over_exact_unlimited", 9, 2), ("goal", 6, 2)]
-        figures = [*ratios, ("value_at_exacts_steps", 7, 3), ("exacts_value", 7, 3)]
-        words = [(f"{cell[key]:.{digits}f}" if cell[key] else "–").rjust(width) for key, width, digits in figures]
-        yield f"{cell['task']:8s}{cell['workers']:7d}{cell['link']:>10s}  {cell['best']:17s}{''.join(words)}"
+        ratios = ("over_exact_unlimited", "whole_over_exact_unlimited", "goal")
+        steps, whole, goal = (f"{cell[key]:.2f}" if cell[key] else "–" for key in ratios)
+        where = f"{cell['task']:8s}{cell['workers']:2d}{cell['link']:>10s}"
+        yield f"{where} {cell['best']:16s}{steps:>5s} {cell['best_whole'] or '–':26s}{whole:>6s}{goal:>5s}"
 
 
 def syncs_table(book: Book) -> Iterator[str]:
@@ -591,7 +592,7 @@ def fill_steps(
             continue  # an earlier seed had all its steps and did not get there
         exact = [c["steps"] for c in book.find("steps", **{**key, "method": "exact"}) if c.get("steps")]
         limit = math.ceil(patience * exact[0]) if exact else TASKS[task].steps
-        book.add("steps", key, train(task, name, workers, "unlimited", seed, limit, buckets_of=LINKS[-1]))
+        book.add("steps", key, train(task, name, workers, seed, limit))
 
 
 def fill_time(book: Book, task: str, workers: int, link: str, chosen: Sequence[str]) -> None:
@@ -603,18 +604,6 @@ def fill_time(book: Book, task: str, workers: int, link: str, chosen: Sequence[s
             book.add("time", {"task": task, "method": name, "workers": workers, "link": link}, cell)
 
 
-def fill_confirm(book: Book, task: str, workers: int, link: str) -> None:
-    where = {"task": task, "workers": workers, "link": link}
-    here = [cell for cell in estimates(book) if all(cell[k] == v for k, v in where.items())]
-    best = best_of_ours(here)
-    wanted = {best["method"]} if best and link != "unlimited" else {"exact"} if link == "unlimited" else set()
-    for name in wanted:
-        key = {"task": task, "method": name, "workers": workers, "link": link}
-        steps = [cell["steps"] for cell in steps_of(book, task, workers, name) if cell.get("steps")]
-        if steps and not book.known("confirm", **key):
-            book.add("confirm", key, train(task, name, workers, link, 0, 2 * max(steps), buckets_of=link))
-
-
 def fill_syncs(
     book: Book,
     task: str,
@@ -624,7 +613,7 @@ def fill_syncs(
     chosen: Sequence[str],
     limit: int,
 ) -> None:
-    for seed, condition, name in itertools.product(seeds, conditions, ("exact", *SYNCS)):
+    for seed, condition, name in itertools.product(seeds, conditions, ("exact", *TUNED, *SYNCS)):
         key = {"task": task, "method": name, "workers": workers, "condition": condition, "seed": seed}
         slow_exact = name == "exact" and condition in LINKS[2:]  # hundreds of seconds, and in `seconds_to_target`
         if name in chosen and not slow_exact and not book.known("syncs", **key):
@@ -642,7 +631,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the JSON file; what is in it is not measured again")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="draw what is known as SVG into this folder")
-    parser.add_argument("--parts", default="steps,time,confirm", help="none: only print and draw what is known")
+    parser.add_argument("--parts", default="steps,time,syncs,final", help="none: only print and draw what is known")
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--workers", default="2,4")
     parser.add_argument("--links", default=",".join(LINKS))
@@ -669,8 +658,6 @@ def main() -> None:
         for link in links:
             if part == "time":
                 fill_time(book, task, workers, link, chosen)
-            elif part == "confirm":
-                fill_confirm(book, task, workers, link)
     book.write()
     for task, workers in itertools.product(tasks, [int(w) for w in args.workers.split(",")]):
         print(*table(book, task, workers), "", sep="\n")

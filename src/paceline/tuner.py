@@ -1,6 +1,7 @@
-"""Sizes that nobody knows beforehand, found while training: how large a bucket, a piece, the credit.
+"""What nobody knows beforehand, found while training: how large a bucket, a piece, the credit; and between hosts of
+several workers, whether these had better agree among themselves first.
 
-[Note: tuning] They change how long a step takes, not what is learned. So training goes on while they are tried: a
+[Note: tuning] All this changes how long a step takes, not what is learned. So training goes on while they are tried: a
 window of steps with each candidate. Worker 0 asks optuna (a tree-structured Parzen estimator) for the next candidate
 and tells it the median step of the window; the others hear the numbers. All change at the same step, between two
 steps, with nothing under way: new buckets are cut, and what parts remember of the old ones moves along.
@@ -34,6 +35,7 @@ WINDOW = 8  # steps that are timed with each
 _SETTLING = 2  # steps before them: fresh memory, a pace that is learned
 _BUCKET = "bucket_mb"
 _BUCKETS = (0.5, 64.0)
+_HIERARCHY = "hierarchical"  # 1 or 0: wire/hierarchy.py
 
 Values = dict[str, float]
 
@@ -49,7 +51,9 @@ class Tuner:
                 why="windows of a few steps are compared, and only with every_step are all steps alike",
                 do="give bucket_mb= yourself",
             )
-        self.space: Mapping[str, tuple[float, float]] = engine.method.order.tunes or {_BUCKET: _BUCKETS}
+        self.space: dict[str, tuple[float, float]] = {**(engine.method.order.tunes or {_BUCKET: _BUCKETS})}
+        if hasattr(engine.comm, _HIERARCHY):
+            self.space[_HIERARCHY] = (0.0, 1.0)
         self.values = self._now()
         self._left = candidates
         self._took: list[float] = []
@@ -105,14 +109,17 @@ class Tuner:
 
     def _now(self) -> Values:
         order = self.engine.method.order
-        return {name: getattr(order, name, self.engine.bucket_bytes / 2**20) for name in self.space}
+        ours = {_BUCKET: self.engine.bucket_bytes / 2**20, _HIERARCHY: getattr(self.engine.comm, _HIERARCHY, False)}
+        return {name: float(ours[name] if name in ours else getattr(order, name)) for name in self.space}
 
     def _change(self, values: Values) -> None:
         if values == self.values:
             return
         self.values, order = values, self.engine.method.order
-        for name in values.keys() - {_BUCKET}:
+        for name in values.keys() - {_BUCKET, _HIERARCHY}:
             setattr(order, name, values[name])
+        if _HIERARCHY in values:
+            setattr(self.engine.comm, _HIERARCHY, bool(values[_HIERARCHY]))
         self.engine.recut(order.piece_bytes() or int(values[_BUCKET] * 2**20))
 
     # ------------------------------------------------------------------------------------------------ the file
@@ -124,6 +131,7 @@ class Tuner:
             "reducer": self.engine.method.reducer.name,
             "workers": self.engine.comm.world,
             "parameters": sum(b.n for b in self.engine.buckets),
+            "tuned": sorted(self.space),
         }
 
     def _read(self) -> Values | None:
@@ -134,18 +142,17 @@ class Tuner:
             return None
         try:
             known = json.loads(self.path.read_text())
-            job, values = known["job"], {name: float(known["values"][name]) for name in self.space}
-            if not all(0 < value < math.inf for value in values.values()):
+            job, values = known["job"], {name: float(value) for name, value in known["values"].items()}
+            if not all(0 < value < math.inf for name, value in values.items() if name != _HIERARCHY):
                 raise ValueError(f"the values {values} are out of range")
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            differ = [f"{key} {job[key]}, here {value}" for key, value in self._job().items() if job[key] != value]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{self.path} is not what a tuning run has written",
                 why=f"{type(error).__name__}: {error}",
                 do="delete it, and the next run tunes anew",
             ) from None
-        if differ := [
-            f"{key} {job.get(key)}, here {value}" for key, value in self._job().items() if job.get(key) != value
-        ]:
+        if differ:
             raise DataError(
                 f"{self.path} was tuned for another job", why="; ".join(differ), do="give another file, or delete it"
             )
@@ -171,7 +178,10 @@ class _Search:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.tried: list[tuple[Values, float]] = []
         self._space: Any = {
-            name: optuna.distributions.FloatDistribution(*ends, log=True) for name, ends in space.items()
+            name: optuna.distributions.CategoricalDistribution(ends[::-1])
+            if name == _HIERARCHY
+            else optuna.distributions.FloatDistribution(*ends, log=True)
+            for name, ends in space.items()
         }
         sampler = optuna.samplers.TPESampler(seed=0, n_startup_trials=4)
         self._study: Any = optuna.create_study(sampler=sampler)

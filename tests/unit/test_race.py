@@ -793,6 +793,11 @@ def test_bytes_have_one_meaning_in_the_whole_column() -> None:
     assert score.bytes_column([wide_row("a"), wide_row("b", wire_bytes_per_step=None)]) == "sent_bytes_per_step"
 
 
+def test_what_goes_through_shared_memory_counts_as_sent() -> None:
+    shared = wide_row("a", sent_bytes_per_step=1e6, wire_bytes_per_step=120.0)
+    assert score.bytes_column([shared, wide_row("torch:ddp", sent_bytes_per_step=None)]) == "sent_bytes_per_step"
+
+
 def test_without_a_terminal_progress_is_plain_lines(tmp_path: Path) -> None:
     console = Console(width=80, file=io.StringIO(), force_terminal=False)
     contender = Contender("exact", ["x"])
@@ -1065,17 +1070,19 @@ def test_seconds_to_the_target_are_steps_times_step_time(bench: Any, book: Any) 
 
 def test_the_summary_compares_the_best_of_ours_with_exact_without_a_limit(bench: Any, book: Any) -> None:
     key = {"task": "text", "workers": 2}
-    book.add("confirm", {**key, "method": "exact", "link": "unlimited"}, {"seconds": 6.0, "error": None})
-    book.add("confirm", {**key, "method": "half", "link": "100mbit"}, {"seconds": 7.5, "error": None})
+    for method, condition, took in (("exact", "unlimited", 6.0), ("local_sgd", "100mbit", 7.5)):
+        curve = [(100, took, 2.9)]
+        ran = {**key, "method": method, "condition": condition, "seed": 0}
+        book.add("syncs", ran, {"seconds": took, "curve": curve, "error": None})
     found = {c["link"]: c for c in bench.summary(book)}
     slow = found["100mbit"]
     assert (slow["best"], slow["goal"]) == ("half", 1.15)
     assert slow["over_exact_unlimited"] == pytest.approx(110 * 0.06 / (110 * 0.05))
-    assert slow["measured_over_exact_unlimited"] == 1.25
+    assert (slow["best_whole"], slow["whole_over_exact_unlimited"]) == ("local_sgd", 1.25)
     assert (slow["value_at_exacts_steps"], slow["exacts_value"]) == (3.0, pytest.approx((3.0 + 2.7) / 2))
     lines = [*bench.table(book, "text", 2), *bench.conclusion(book)]
     assert max(map(len, lines)) <= 80
-    assert lines[-1].split() == ["text", "2", "100mbit", "half", "1.20", "1.25", "1.15", "3.000", "2.850"]
+    assert lines[-1].split() == ["text", "2", "100mbit", "half", "1.20", "local_sgd", "1.25", "1.15"]
 
 
 def test_what_is_known_is_not_measured_again_and_what_failed_is(bench: Any, book: Any, monkeypatch: Any) -> None:
@@ -1083,9 +1090,8 @@ def test_what_is_known_is_not_measured_again_and_what_failed_is(bench: Any, book
     assert again.cells == json.loads(json.dumps(book.cells))
     ran = []
 
-    def train(task: str, name: str, *rest: Any, buckets_of: str) -> dict[str, Any]:
-        assert buckets_of == "10mbit"
-        ran.append((name, rest[2], rest[3]))
+    def train(task: str, name: str, workers: int, seed: int, limit: int) -> dict[str, Any]:
+        ran.append((name, seed, limit))
         return {"steps": 100, "error": None}
 
     monkeypatch.setattr(bench, "train", train)

@@ -224,9 +224,14 @@ def rows(entries: Sequence[Entry], *, link: str, warmup: int, target: Target | N
 
 
 def bytes_column(rows: Sequence[Row]) -> str:
-    """One meaning for the whole race: the interface's counters where all have them, else our own payload."""
+    """One meaning for the whole race: the interface's counters where all have them, else our own payload. Workers that
+    share memory send nothing that an interface would count.
+    """
     raced = [row for row in rows if row.workers > 1 and row.step_ms_median is not None]
-    known = bool(raced) and all(row.wire_bytes_per_step is not None for row in raced)
+    known = bool(raced) and all(
+        row.wire_bytes_per_step is not None and row.wire_bytes_per_step >= 0.5 * (row.sent_bytes_per_step or 0)
+        for row in raced
+    )
     return "wire_bytes_per_step" if known else "sent_bytes_per_step"
 
 

@@ -143,7 +143,7 @@ def notes(rows: Sequence[Row], network: Network, target: Target | None) -> list[
     where = {
         "lab": f"link: {network.label}, real TCP between {hosts} in the network lab",
         "emulated": f"link: {network.label} by pacing each connection: {network.why_emulated}",
-        "none": "link: unlimited, this machine's loopback",
+        "none": "link: none, all workers on this machine",
     }
     lines = [where[network.kind]]
     if SINGLE in names:

@@ -31,8 +31,10 @@ class HierarchicalComm(DistComm):
     """A lane of [Note: three legs]. What would save nothing (alltoall, swap, shift, broadcast) stays flat.
 
     `sent` is the formula of the flat operation, so that methods compare; `across.sent` is what this worker put on the
-    network in its place.
+    network in its place. With `hierarchical` off, on all workers alike and with nothing under way, everything is flat.
     """
+
+    hierarchical = True
 
     def __init__(self, flat: DistComm, hosts: Sequence[Sequence[int]], legs: Sequence[Outboxes], s: float) -> None:
         super().__init__(flat.group, name=flat.name, board=flat.board)
@@ -45,10 +47,10 @@ class HierarchicalComm(DistComm):
 
     def mean(self, x: Tensor) -> Op:
         check_mean(x)
-        return self._add_up("mean", x, self.world)
+        return self._add_up("mean", x, self.world) if self.hierarchical else super().mean(x)
 
     def sum(self, x: Tensor) -> Op:
-        return self._add_up("sum", x, 1)
+        return self._add_up("sum", x, 1) if self.hierarchical else super().sum(x)
 
     def _add_up(self, op: str, x: Tensor, over: int) -> Op:
         label = self._start(op, x, 2 * payload(x) * (self.world - 1) // self.world)
@@ -60,6 +62,8 @@ class HierarchicalComm(DistComm):
         return self._legs(label, x, inside, lambda: self.across.sum(mine), lambda _: None, back)
 
     def gather(self, x: Tensor) -> Op:
+        if not self.hierarchical:
+            return super().gather(x)
         label = self._start("gather", x, payload(x) * (self.world - 1))
         rows = x.new_empty((self.local, len(self._teams[0]), *x.shape))  # of each team, of each of its workers
         out = x.new_empty((self.world, *x.shape))
@@ -81,6 +85,8 @@ class HierarchicalComm(DistComm):
 
     def scatter_mean(self, x: Tensor) -> Op:
         check_mean(x)
+        if not self.hierarchical:
+            return super().scatter_mean(x)
         label = self._start("scatter_mean", x, payload(x) * (self.world - 1) // self.world)
         slices = x.reshape(self.world, -1)
         rows = [slices[list(team)].flatten() for team in self._teams]
