@@ -36,7 +36,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "torch:ddp": ("torch:ddp", {}),
     "backward": ("exact", {}),
     "priority": ("priority", {}),
-    "priority small": ("priority", {"partition": 1.0, "credit": 1.0}),
+    "priority small": ("priority", {"partition": 0.25, "credit": 4.0}),
 }
 GOAL, NEVER_BELOW = 1.3, 0.98  # priority over torch DDP: where communication equals computing, anywhere
 

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from paceline.bucket import Bucket
 
 _MB = 1 << 20
-_GAIN = 0.8  # how much of an error in the backlog is put right at once
+_GAIN = (
+    0.2  # how much of an error in the backlog is put right at once: one backlog says little, workers differ by chance
+)
 
 
 @register
@@ -31,25 +33,30 @@ class Priority(Order):
     ByteScheduler gives credit back when bytes have landed, which workers see at different times; there one of them
     decides for all. Here all decide alike, from logical events: `pace`, the share of the bytes that the wire carries
     while backward makes them, is learned. After every backward the workers hear, with their vote, how much of what was
-    sent had not landed at its end; the next one sends as much less, or more, as would have left `credit`.
+    sent had not landed at its end; the next one goes some of the way to what would have left `credit` pieces.
     """
 
     name: ClassVar[str] = "priority"
     paper: ClassVar[str] = "Peng et al., A generic communication scheduler for distributed DNN training, SOSP 2019"
     crosses: ClassVar[bool] = True
-    tunes: ClassVar[dict[str, tuple[float, float]]] = {"partition": (0.25, 16.0), "credit": (0.125, 16.0)}
+    tunes: ClassVar[dict[str, tuple[float, float]]] = {"partition": (0.25, 16.0), "credit": (0.25, 8.0)}
     needs: ClassVar[dict[str, str]] = {
         "gradients agree": "updates are made of this step's mean gradients, bucket by bucket; use the sync every_step",
         "whole gradients": "every worker updates every bucket; use the layout replicated",
     }
 
     partition: float = knob(4.0, "a larger bucket travels in pieces of about this size", unit="MB", above=0.0)
-    credit: float = knob(1.0, "in flight at the end of backward: less lets urgent ones pass sooner", unit="MB", low=0.0)
+    credit: float = knob(
+        1.5,
+        "in flight at the end of backward: less lets urgent ones pass, more keeps the wire busy",
+        unit="pieces",
+        low=0.0,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.pace = 1.0  # learned, and not worth saving: it is known again after a few steps
-        self._made = 0  # bytes that were ready when `next` was asked last: after a backward, all of its
+        self._made = self._pieces = 0  # bytes and pieces that were ready when `next` was asked: after a backward, all
 
     def piece_bytes(self) -> int:
         return int(self.partition * _MB)
@@ -57,14 +64,17 @@ class Priority(Order):
     def next(self, ready: Sequence[Bucket], sent: Sequence[Bucket], event: Event) -> Sequence[Bucket]:
         urgent = sorted(ready, key=lambda b: -b.whole.index)  # stable: the pieces of a bucket stay in order
         out = sum(b.flat.nbytes for b in sent)
-        self._made = out + sum(b.flat.nbytes for b in ready)
+        self._made, self._pieces = out + sum(b.flat.nbytes for b in ready), len(sent) + len(ready)
         if event is Event.END:
             return urgent
-        limit = self.pace * self._made + self.credit * _MB
+        limit = self.pace * self._made + self._credit_bytes()
         after = accumulate((b.flat.nbytes for b in urgent), initial=out)
         return [b for b, before in zip(urgent, after, strict=False) if before < limit]
 
     def hear(self, backlog: float) -> None:
         if self._made:
-            self.pace += _GAIN * (self.credit * _MB - backlog) / self._made
+            self.pace += _GAIN * (self._credit_bytes() - backlog) / self._made
             self.pace = min(max(self.pace, 0.0), 1.0)
+
+    def _credit_bytes(self) -> float:
+        return self.credit * self._made / max(self._pieces, 1)
