@@ -3,9 +3,9 @@
     python bench/order_model.py --out bench/results/order_model.json
 
 Twelve equal layers; forward takes a third of a step's computing, backward the rest; all bytes together take `ratio`
-times the computing. A piece is on the wire when both workers have sent it and what left before has arrived. A layer's forward
-waits for its own bytes (with a barrier: for all). Each layer takes `noise` more or less time by chance, each worker its
-own. Given is the ideal pipeline, the larger of computing and communication, over the mean step.
+times the computing. A piece is on the wire when both workers have sent it and what left before has arrived. A layer's
+forward waits for its own bytes (with a barrier: for all). Each layer takes `noise` more or less time by chance, each
+worker its own. Given is the ideal pipeline, the larger of computing and communication, over the mean step.
 """
 
 from __future__ import annotations
