@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -124,17 +123,7 @@ def main() -> None:
 
 def save(path: Path, cells: Sequence[Cell]) -> None:
     """After every cell: what is known stays known."""
-    here = result.describe([], [], task="", workers=0, link="", kind="none", threads=1)
-    whole = {
-        "bench": "order",
-        "commit": here.commit,
-        "machine": {f: getattr(here.machine, f) for f in here.machine.__struct_fields__},
-        "torch": here.torch,
-        "date": here.date,
-        "command": shlex.join(["python", *sys.argv]),
-        "gradient_bytes": GRADIENT_BYTES,
-        "cells": cells,
-    }
+    whole = {**result.header("order"), "gradient_bytes": GRADIENT_BYTES, "cells": cells}
     write(path, json.dumps(whole, indent=1) + "\n")
 
 

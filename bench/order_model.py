@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shlex
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,16 +132,7 @@ def main() -> None:
     print(f"{'noise':>5s}{'ratio':>6s}  {'order':24s}{'near':>5s}")
     for cell in found:
         print(f"{cell['noise']:5.1f}{cell['ratio']:6.1f}  {cell['order']:24s}{cell['near_ideal']:5.2f}")
-    here = result.describe([], [], task="", workers=0, link="", kind="none", threads=1)
-    whole = {
-        "bench": "order_model",
-        "commit": here.commit,
-        "machine": {f: getattr(here.machine, f) for f in here.machine.__struct_fields__},
-        "date": here.date,
-        "command": shlex.join(["python", *sys.argv]),
-        "cells": found,
-    }
-    write(args.out, json.dumps(whole, indent=1) + "\n")
+    write(args.out, json.dumps({**result.header("order_model"), "cells": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

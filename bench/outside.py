@@ -21,7 +21,6 @@ import contextlib
 import datetime
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -206,11 +205,9 @@ class Book:
 
     def write(self) -> None:
         whole = {
-            "bench": "outside",
+            **result.header("outside"),
             "target": f"accuracy >= {TARGET}",
             "workers": WORKERS,
-            "machine": {name: getattr(result.machine(), name) for name in result.Machine.__struct_fields__},
-            "command": shlex.join(["python", *sys.argv]),
             "pinned": {package: pins for package, pins in PINNED.items() if pins},
             "cells": self.cells,
         }

@@ -30,13 +30,10 @@ links; leave the machine alone while it runs.
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import math
-import shlex
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -282,7 +279,7 @@ class Book:
         if path.exists():
             known = json.loads(path.read_text())
             self.cells |= {part: known[part] for part in self.cells if part in known}
-        self.here = result.describe([], [], task="", workers=0, link="", kind="none", threads=1)
+        self.header = result.header("time_to_accuracy")
 
     def find(self, part: str, **key: Any) -> list[Cell]:
         return [c for c in self.cells[part] if all(c[k] == v for k, v in key.items())]
@@ -293,7 +290,13 @@ class Book:
     def add(self, part: str, key: dict[str, Any], cell: Cell) -> None:
         self.cells[part] = [c for c in self.cells[part] if any(c[k] != v for k, v in key.items())]
         self.cells[part].append(
-            {**key, "date": _now(), "commit": self.here.commit, "cpu": self.here.machine.cpu, **cell}
+            {
+                **key,
+                "date": result.now(),
+                "commit": self.header["commit"],
+                "cpu": self.header["machine"]["cpu"],
+                **cell,
+            }
         )
         self.write()
         words = " ".join(f"{value}" for value in key.values())
@@ -306,12 +309,7 @@ class Book:
 
     def write(self) -> None:
         whole = {
-            "bench": "time_to_accuracy",
-            "commit": self.here.commit,
-            "machine": {f: getattr(self.here.machine, f) for f in self.here.machine.__struct_fields__},
-            "torch": self.here.torch,
-            "date": self.here.date,
-            "command": shlex.join(["python", *sys.argv]),
+            **self.header,
             "targets": {name: task.target for name, task in TASKS.items()},
             "tuned": TUNED,
             "syncs_knobs": SYNCS,
@@ -323,10 +321,6 @@ class Book:
             "final_summary": list(final_summary(self)),
         }
         files.write(self.path, json.dumps(whole, indent=1) + "\n")
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 # ---------------------------------------------------------------------------------------------------- what follows

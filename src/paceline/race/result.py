@@ -6,9 +6,11 @@ import datetime
 import os
 import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -59,7 +61,7 @@ def describe(
         paceline=_version(),
         torch=str(torch.__version__),  # a str, but of a class of its own
         machine=machine(),
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        date=now(),
         command=shlex.join(["paceline", *arguments]),
         commit=commit(),
         task=task,
@@ -69,6 +71,22 @@ def describe(
         threads=threads,
         rows=list(rows),
     )
+
+
+def header(bench: str) -> dict[str, Any]:
+    """What the file of a benchmark begins with."""
+    return {
+        "bench": bench,
+        "commit": commit(),
+        "machine": msgspec.to_builtins(machine()),
+        "torch": str(torch.__version__),
+        "date": now(),
+        "command": shlex.join(["python", *sys.argv]),
+    }
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def encode(result: Result) -> str:
