@@ -1,8 +1,8 @@
 """Operations that go on by themselves: a thread of its own runs a lane's operations, one after the other.
 
-[Note: abandoned] Once a worker has given an operation up, nothing may write into its tensors any more. Every write into
-them is made under a lock, and who gives up says so and then takes the lock: what is being written ends, which is one
-piece, and no other is begun. The lane is dead then, on this worker by its word and on the others because it stays silent.
+[Note: abandoned] Once a worker has given an operation up, nothing may write into its tensors any more. Every write is
+made under a lock, and who gives up says so and then takes the lock: the piece that is being written ends, and no other
+is begun. The lane is dead then, on this worker by its word and on the others because it stays silent.
 
 [Note: labels] Outboxes know nothing of what is in them, and another operation's bytes would be taken for one's own. So
 each says in its first round which operation it is, of what type and shape, and all read what all have said.
