@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from paceline.ballot import Poll
-from paceline.bucket import Bucket, Slot, cut
+from paceline.bucket import Bucket, Slot
 from paceline.crossing import Crossing
+from paceline.cutting import cut
 from paceline.exchange import Exchange
 from paceline.guard import Guard, Mode
 from paceline.method import Method
