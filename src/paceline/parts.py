@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from paceline.part import Part as Part
 
@@ -192,13 +193,34 @@ class Layout(Part):
     """Who owns which state, and where does it live?"""
 
     axis: ClassVar[str] = "layout"
+    background: ClassVar[bool] = False  # it wants `ex.background`, a lane beside the gradients'
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that cannot be stepped as the state is shared out."""
+
+    def rests(self, params: Sequence[Tensor]) -> bool:
+        """Is there nothing for it to do in a world of one?"""
+        return True
+
+    def attach(self, models: Sequence[torch.nn.Module], ex: Exchange) -> None:
+        """Hooks of its own on the user's objects, before the first bucket is cut."""
+
+    def own(self, b: Bucket, ex: Exchange) -> None:
+        """A bucket was cut: take what of its parameters and of their state is this worker's."""
 
     async def keep(self, b: Bucket, ex: Exchange) -> None:
         """Turn a bucket of local gradients into the agreed mean, or into this worker's slice of it."""
         raise NotImplementedError
 
+    def apply(self, step: Callable[[], Any], ex: Exchange) -> Any:
+        """The optimizer's own step, for what this worker owns."""
+        return step()
+
     async def publish(self, b: Bucket, ex: Exchange) -> None:
         """After the optimizer: give the others the parameters this worker updated for them."""
+
+    def collect(self, ex: Exchange) -> None:
+        """Before buckets are cut anew: all is whole again, in the model and the optimizer of every worker."""
 
 
 class Event(Enum):
