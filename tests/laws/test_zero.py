@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 import processes
 import threads
 from laws_table import WORLDS
 from paceline import registry
-from paceline.errors import MethodError, UsageError
+from paceline.errors import MethodError, PacelineError, UsageError
 from paceline.method import Method, method
 from paceline.shards.elementwise import KNOWN
 from rig import Complex, Rig, adamw, alone, built, close, data, mlp, same, sgd, train, weights
@@ -480,6 +481,125 @@ def test_memory_is_as_the_paper_says(stage, world):
     fixed, shared = BYTES[stage]
     for live in processes.values(processes.run(world, _live, stage)):
         assert live == pytest.approx(fixed + shared / world, rel=0.03)
+
+
+# ---------------------------------------------------------------------------------------- parameters that come and go
+
+
+class Blocks(nn.Module):
+    """Layers of one shape; which of them are used, and whether they are computed twice, can be changed."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
+        self.last = nn.Linear(6, 3)
+        self.used, self.again = [0, 1, 2, 3, 4], False
+
+    def forward(self, x):
+        for i in self.used:
+            layer = self.layers[i]
+            x = checkpoint(layer, x, use_reentrant=False) if self.again else layer(x)
+            x = x.tanh()
+        return self.last(x)
+
+
+blocks = built(Blocks)
+
+
+def lent(one):
+    return [loan.here for loan in one.engine.method.layout.loans.of.values()]
+
+
+def test_parameters_are_there_only_while_they_are_needed():
+    seen = []
+
+    def begin(one):
+        for layer in one.model.layers:
+            layer.register_forward_hook(lambda *_: seen.append(sum(lent(one))))
+            layer.weight.register_hook(lambda _: seen.append(sum(lent(one))))
+
+    def step(one, x, y):
+        cross_entropy(one.model(x), y).backward()
+        assert not any(lent(one)), "backward has used all of them"
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+        with torch.no_grad():
+            one.model(x)
+
+    trained(2, "zero3", make=blocks, begin=begin, step=step, bucket_mb=0.00015)
+    assert 1 <= min(seen) <= max(seen) <= 3
+
+
+def test_what_comes_next_is_asked_for_ahead_until_the_path_changes():
+    ahead = []
+
+    def step(one, x, y):
+        routes = one.engine.method.layout.loans.route
+        if one.engine.ex.step == 3:
+            one.model.used = [0, 2, 1, 4]
+        before = list(routes[True].last)
+        cross_entropy(one.model(x), y).backward()
+        if one.comm.rank == 0:
+            ahead.append((before, routes[True].now == before))
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+
+    got = same(trained(2, "zero3", make=blocks, step=step, bucket_mb=0.00015))
+    assert [kept for _, kept in ahead] == [False, True, True, False, True, True]
+
+    def plainly(one, x, y):
+        one.model.used = [0, 2, 1, 4] if one.engine.ex.step >= 3 else one.model.used
+        plain(one, x, y)
+
+    assert torch.equal(got, same(trained(2, "replicated", make=blocks, step=plainly, bucket_mb=0.00015)))
+
+
+def test_layers_that_are_computed_again_in_backward():
+    def begin(one):
+        one.model.again = True
+
+    equal(stages=["zero3"], make=blocks, begin=begin, bucket_mb=0.00015)
+
+
+def test_workers_on_different_ways_are_told():
+    def step(one, x, y):
+        one.model.used = [0, 1, 2] if one.comm.rank else [0, 2, 1]
+        plain(one, x, y)
+
+    with pytest.raises(PacelineError, match=r"other parameters|same order"):
+        trained(2, "zero3", make=blocks, step=step, bucket_mb=0.00015)
+
+
+def test_attention_uses_its_output_layer_without_calling_it():
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.last = nn.MultiheadAttention(6, 2, batch_first=True), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.last(self.attention(x[:, None], x[:, None], x[:, None])[0][:, 0])
+
+    equal(stages=["zero3"], make=built(Attends))
+
+
+def test_a_parameter_used_without_its_module_is_told():
+    class Borrows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.other = nn.Linear(6, 3), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.first(x) + nn.functional.linear(x, self.other.weight)
+
+    with pytest.raises(PacelineError, match="without calling the module"):
+        trained(2, "zero3", make=built(Borrows), bucket_mb=1e-5)
+
+
+def test_a_compiled_model_is_refused():
+    model = nn.Sequential(nn.Linear(6, 3))
+    model.compile()
+    with pytest.raises(MethodError, match="compile"):
+        trained(2, "zero3", make=lambda: model)
 
 
 # -------------------------------------------------------------------------------------------------------- who may
