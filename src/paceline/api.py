@@ -145,6 +145,7 @@ def assemble(
 ) -> Engine:
     """An engine over one optimizer's parameters, hooked up. `pack` is all engines of this worker."""
     method.check(things.facts(optimizer))
+    method.layout.check(optimizer)
     bucket_bytes = settings.bucket_bytes(slow_link=slow_link)
     bucket_bytes = min(bucket_bytes, method.order.piece_bytes() or bucket_bytes)
     gpu = any(p.is_cuda for _, p in things.parameters(optimizer))

@@ -1,19 +1,17 @@
-"""The vectors: parameters cut into flat buckets, once, and never again.
+"""The vectors: parameters back to back in flat buckets, cut once (cutting.py) and never again.
 
 A bucket is what one exchange is about. It holds the gradients of some parameters back to back in one flat vector
 (`flat`), padded so that every worker can own an equal slice; after an exchange each `p.grad` is a view of it.
-Parameters are taken in reverse order of registration, which is about the order in which backward meets them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 _ALIGN = 16  # elements: slices start on cache lines and on what vector instructions like
-Kind = Callable[[str, Tensor], Hashable] | None  # by name and parameter: those of different kinds stay apart
 TAIL = 4  # elements behind the gradients, for a word between workers that costs no bytes of its own: ballot.py
 
 
@@ -26,6 +24,8 @@ class Slot:
         self.view = _view(flat[self.start : self.stop], param)
         self.arrived = False  # its gradient is part of the backward under way, or of the window
         self.sparse = False  # its gradient came as a sparse tensor, and is given back as one
+        self.shown: Tensor | None = None  # by the layout: what p.grad is after an exchange, if not the view
+        self.carried = False  # p.grad was that when another gradient arrived: it is added, as autograd would
 
 
 class Bucket:
@@ -38,6 +38,10 @@ class Bucket:
         self.n = sum(_length(p) for _, p in named)
         step = _ALIGN * world
         self.flat = torch.zeros(-(-(self.n + TAIL) // step) * step, dtype=_real(first), device=first.device)
+        self.device = first.device
+        self.own = slice(0, self.flat.numel())  # of flat, by the layout: what this worker keeps of a mean
+        self.kept = self.flat  # ... of the last one
+        self.aside: Tensor | None = None  # ... of earlier ones, which the next is added to
         self.slots: list[Slot] = []
         for name, param in named:
             start = self.slots[-1].stop if self.slots else 0
@@ -83,7 +87,10 @@ class Bucket:
 
     def take(self) -> None:
         """Move the gradients that came as tensors of their own into the flat vector."""
+        if self.flat.is_meta:
+            self._lay(torch.empty_like(self.flat, device=self.device))
         if not self.holds:
+            self._put_aside()
             self._clear_absent()
         grads = [_dense(s) for s in self._fresh]
         views = [s.view for s in self._fresh]
@@ -91,14 +98,36 @@ class Bucket:
             torch._foreach_add_(views, grads)
         elif grads:
             torch._foreach_copy_(views, grads)
+        for s in self._fresh:
+            if s.shown is not None:  # the gradient's own memory is free again
+                s.param.grad = s.shown
         self._fresh.clear()
+
+    def free(self) -> None:
+        """Give the flat vector's memory back until the next gradients are taken."""
+        self._lay(torch.empty_like(self.flat, device="meta"))
+
+    def _lay(self, flat: Tensor) -> None:
+        self.flat = flat
+        for s, view in zip(self.slots, self.views(flat), strict=True):
+            s.view = view
+
+    def _put_aside(self) -> None:
+        """A mean that is kept elsewhere and that nobody has zeroed since: the next one is added to it."""
+        on = [s.carried or (s.shown is not None and s.param.grad is s.shown) for s in self.slots]
+        if any(on):
+            self.aside = self.kept.clone()
+            for s, carried in zip(self.slots, on, strict=True):
+                if not carried:
+                    self.aside[max(s.start - self.own.start, 0) : max(s.stop - self.own.start, 0)] = 0.0
+                s.carried = False
 
     def _clear_absent(self) -> None:
         """What did not arrive counts as zero, unless an earlier exchange of this step already put it there."""
         for s in self.slots:
             if s.arrived or s.param.grad is s.view:
                 continue
-            if s.param.grad is None:
+            if s.param.grad is None or s.param.grad is s.shown:
                 s.view.zero_()
             else:
                 s.view.copy_(_dense(s))
@@ -112,10 +141,10 @@ class Bucket:
     def bind(self, used: Sequence[bool]) -> None:
         """p.grad becomes the agreed mean; parameters that no worker used keep having none."""
         for s, anywhere in zip(self.slots, used, strict=True):
-            if anywhere and s.sparse:
+            if anywhere and s.sparse and s.shown is None:
                 s.param.grad = s.view.to_sparse(1)
             elif anywhere and s.param.grad is not s.view:
-                s.param.grad = s.view
+                s.param.grad = s.view if s.shown is None else s.shown
 
     def reset(self) -> None:
         """The step is over, one way or the other."""
@@ -125,11 +154,11 @@ class Bucket:
 
     def abandon(self) -> None:
         """A failed exchange may still write into flat: leave it to that and take a new vector."""
-        self.flat = torch.zeros_like(self.flat)
+        self._lay(torch.zeros_like(self.flat, device=self.device))
+        self.kept = self.flat[self.own]
         for piece in self.pieces:
-            piece.flat = self.flat[piece.start : piece.start + piece.flat.numel()]
+            piece.flat = piece.kept = self.flat[piece.start : piece.start + piece.flat.numel()]
         for s in self.slots:
-            s.view = _view(self.flat[s.start : s.stop], s.param)
             s.param.grad = None
 
     def weights(self, out: Tensor | None = None) -> Tensor:
@@ -145,7 +174,7 @@ class Bucket:
 
     def views(self, x: Tensor) -> list[Tensor]:
         """Each parameter's place in a vector over this bucket, in its shape."""
-        return [_view(x[s.start : s.stop], s.param) for s in self.slots]
+        return [_as(s.view, x[s.start : s.stop]) for s in self.slots]
 
     def split(self, x: Tensor) -> Iterator[tuple[str, Tensor]]:
         """A vector over this bucket, by parameter name and in the parameter's shape."""
@@ -162,33 +191,9 @@ class Piece(Bucket):
     def __init__(self, whole: Bucket, k: int, start: int, stop: int) -> None:
         self.whole, self.pieces, self.slots = whole, [self], []
         self.index = (whole.index + 1) * 1_000_000 + k  # nobody else's
-        self.start, self.flat = start, whole.flat[start:stop]
+        self.start, self.aside = start, None
+        self.flat = self.kept = whole.flat[start:stop]
         self.n, self.step = min(stop, whole.n) - start, 0
-
-
-def cut(
-    named: Sequence[tuple[str, Tensor]], world: int, cap_bytes: int, first_bytes: int | None = None, kind: Kind = None
-) -> list[Bucket]:
-    """Buckets of at most cap_bytes, one dtype, device and kind each, numbered as they fill.
-
-    A larger parameter is alone, but for the little that came just before it: a bias is not worth an operation. The
-    first bucket is smaller: the sooner it is full, the sooner the wire is busy.
-    """
-    open_: dict[object, list[tuple[str, Tensor]]] = {}
-    size: dict[object, int] = {}
-    closed: list[list[tuple[str, Tensor]]] = []
-    for name, p in reversed(named):
-        key = (p.dtype, p.device, kind and kind(name, p))  # complex ones apart: pairs must start at an even place
-        here = _length(p) * _real(p).itemsize
-        cap = cap_bytes if closed or first_bytes is None else first_bytes
-        if key in open_ and size[key] + here > cap and size[key] >= cap // 4:
-            closed.append(open_.pop(key))
-        open_.setdefault(key, []).append((name, p))
-        size[key] = here if len(open_[key]) == 1 else size[key] + here
-    closed += open_.values()
-    place = {name: i for i, (name, _) in enumerate(named)}
-    closed.sort(key=lambda group: -place[group[-1][0]])  # as they fill, which several kinds do not in turn
-    return [Bucket(i, group, world) for i, group in enumerate(closed)]
 
 
 def _real(p: Tensor) -> torch.dtype:
@@ -210,6 +215,23 @@ def _view(flat: Tensor, p: Tensor) -> Tensor:
     """The slice in the parameter's own shape and, where it is dense, its own strides (channels_last stays so)."""
     if p.is_complex():
         return torch.view_as_complex(flat.view(*p.shape, 2))
+    return flat.as_strided(p.shape, p.stride(), flat.storage_offset()) if _gapless(p) else flat.view(p.shape)
+
+
+def _as(view: Tensor, flat: Tensor) -> Tensor:
+    if view.is_complex():
+        return torch.view_as_complex(flat.view(*view.shape, 2))
+    return flat.as_strided(view.shape, view.stride(), flat.storage_offset())
+
+
+def memory(p: Tensor) -> Tensor:
+    """The parameter's elements in the order its bucket has them: its own memory, or a copy where that has gaps."""
+    x = p.detach()
+    if x.is_complex():
+        return torch.view_as_real(x).reshape(-1)
+    return x.as_strided((x.numel(),), (1,), x.storage_offset()) if _gapless(x) else x.reshape(-1)
+
+
+def _gapless(p: Tensor) -> bool:
     extent = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
-    dense = p.numel() > 0 and extent == p.numel() and torch._debug_has_internal_overlap(p) == 0
-    return flat.as_strided(p.shape, p.stride(), flat.storage_offset()) if dense else flat.view(p.shape)
+    return p.numel() > 0 and extent == p.numel() and torch._debug_has_internal_overlap(p) == 0

@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from paceline.ballot import Poll
-from paceline.bucket import Bucket, Slot, cut
+from paceline.bucket import Bucket, Slot
 from paceline.crossing import Crossing
+from paceline.cutting import cut
 from paceline.exchange import Exchange
 from paceline.guard import Guard, Mode
 from paceline.method import Method
@@ -64,7 +65,8 @@ class Engine:
         )
         self.pipeline = Pipeline()
         self.window = Window(comm.world, accumulate)
-        self.idle = comm.world == 1 and accumulate == 1  # nobody to agree with: gradients are left alone
+        rests = method.layout.rests([p for group in optimizer.param_groups for p in group["params"]])
+        self.idle = comm.world == 1 and accumulate == 1 and rests  # nobody to agree with: gradients are left alone
         self.watch: Callable[[Bucket], Watch] = lambda b: []  # hooks.py: tell when its gradients arrive
         self.weigh: Callable[[Bucket], Watch] = lambda b: []  # hooks.py: multiply them by window.scale before
         self.look: Callable[[], None] = lambda: None  # tuner.py: a forward begins
@@ -106,11 +108,13 @@ class Engine:
             self._hooks += self.watch(b)
             if self._weighs:
                 self._hooks += self.weigh(b)
+            self.method.layout.own(b, self.ex)
         self._trainable = trainable
 
     def recut(self, bucket_bytes: int) -> None:
         """Other buckets for the same parameters, between two steps; what parts remember moves along."""
         self.settle()
+        self.method.layout.collect(self.ex)
         saved = [part.state.save(self.buckets) for part in self.method.parts()]
         for hook in self._hooks:
             hook.remove()
@@ -261,8 +265,8 @@ class Engine:
     def _poison(self, bad: Tensor) -> None:
         """A reducer may hide an infinity of one worker; a loss scaler must see it on all. One element is enough."""
         nan = torch.where(bad, math.nan, 0.0)
-        for b in self.buckets:
-            b.flat[:1].add_(nan.to(b.flat.device))
+        for b in filter(lambda b: b.active, self.buckets):
+            b.kept[:1].add_(nan.to(b.kept.device))
 
     # ------------------------------------------------------------------------------------------------ the step
 
@@ -308,7 +312,7 @@ class Engine:
             self._together(self.ex.before_step)
         self.commit()
         with torch.enable_grad():
-            result = sync.apply(do, self.ex)
+            result = sync.apply(lambda: layout.apply(do, self.ex), self.ex)
         if type(sync).on_step is not Sync.on_step or type(layout).publish is not Layout.publish:
             self._together(self.ex.after_step, buffers=not self.exchanged and sync.agrees(self.ex.step))
             self.commit()

@@ -47,7 +47,10 @@ class Exchange:
             g.div_(scale)
         await self.method.sync.on_grad(b, self)
         if scale is not None:
-            g.mul_(scale)
+            b.kept[: b.n].mul_(scale)
+        if b.aside is not None:
+            b.kept.add_(b.aside)
+            b.aside = None
 
     async def mean(self, b: Bucket, x: Tensor) -> Tensor:
         """The mean of x over the workers, as well as the reducer knows it. x may be overwritten, and so may the mean in

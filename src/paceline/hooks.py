@@ -43,6 +43,7 @@ def attach(
         loss_scale.wrap(engine, optimizer, scaler)
     if engine.crossing.on:
         _cross(engine, models, optimizer, scaler)
+    engine.method.layout.attach(models, engine.ex)
     engine.refresh()
 
 

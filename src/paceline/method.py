@@ -50,7 +50,7 @@ class Method:
 
     def wants_background(self) -> bool:
         """A lane beside the gradients'."""
-        return self.sync.background or self.order.crosses
+        return self.sync.background or self.layout.background or self.order.crosses
 
     def config(self) -> dict[str, Any]:
         return {axis: part.config() for axis, part in self.axes().items()}

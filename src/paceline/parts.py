@@ -2,24 +2,21 @@
 
 A `Method` is one part for each question about a step: how is a mean estimated (Reducer), what is agreed on and when
 (Sync), who owns which state (Layout), which bytes go first (Order), how many samples does each worker take
-(Balance), who is in the group (Membership). A part is a keyword-only dataclass: its fields are its knobs. What it
-remembers between steps is in `self.state` and nowhere else, so saving, moving, staging and resetting work for every
-part alike.
+(Balance), who is in the group (Membership). What all of them have is in part.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from paceline import knobs
-from paceline.state import State
+from paceline.part import Part as Part
 
 if TYPE_CHECKING:
     from paceline.bucket import Bucket
@@ -74,50 +71,6 @@ class Comm(Protocol):
 
     def agree(self, what: str, text: str) -> None:
         """Raise MismatchError on every worker unless all of them say the same text."""
-
-
-# ---------------------------------------------------------------------------------------------------- a part
-
-
-@dataclass(kw_only=True)
-class Part:
-    """What every part has: knobs (its fields), facts, and state."""
-
-    name: ClassVar[str] = ""
-    axis: ClassVar[str] = ""
-    paper: ClassVar[str] = ""  # author, title, venue; empty for plumbing
-    formula: ClassVar[str] = ""  # payload bytes one worker sends a step for n elements of s bytes, W workers
-    gives: ClassVar[frozenset[str]] = frozenset()  # facts others may need or refuse
-    needs: ClassVar[Mapping[str, str]] = {}  # fact -> why it is needed and what to do
-    refuses: ClassVar[Mapping[str, str]] = {}  # fact -> why it cannot be and what to do
-
-    def __post_init__(self) -> None:
-        self.state = State()
-        knobs.check(self)
-
-    @classmethod
-    def knobs(cls) -> list[knobs.Knob]:
-        return knobs.describe(cls)
-
-    def recipe(self) -> dict[str, Part]:
-        """How the paper combines it, axis -> part. A part that wants company overrides this."""
-        return {self.axis: self}
-
-    def parts(self) -> Iterator[Part]:
-        """Itself and the parts inside it."""
-        yield self
-        for f in dataclasses.fields(self):
-            if isinstance(inner := getattr(self, f.name), Part):
-                yield from inner.parts()
-
-    def facts(self) -> frozenset[str]:
-        """What it gives with all that is inside it. A wrapper of which that is not true says what is."""
-        return self.gives.union(*(part.facts() for part in vars(self).values() if isinstance(part, Part)))
-
-    def config(self) -> dict[str, Any]:
-        """Name and knobs, as canonical data: compared between workers, written to checkpoints."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {"name": self.name, **{k: v.config() if isinstance(v, Part) else v for k, v in values.items()}}
 
 
 # ---------------------------------------------------------------------------------------------------- the six axes
@@ -240,13 +193,34 @@ class Layout(Part):
     """Who owns which state, and where does it live?"""
 
     axis: ClassVar[str] = "layout"
+    background: ClassVar[bool] = False  # it wants `ex.background`, a lane beside the gradients'
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that cannot be stepped as the state is shared out."""
+
+    def rests(self, params: Sequence[Tensor]) -> bool:
+        """Is there nothing for it to do in a world of one?"""
+        return True
+
+    def attach(self, models: Sequence[torch.nn.Module], ex: Exchange) -> None:
+        """Hooks of its own on the user's objects, before the first bucket is cut."""
+
+    def own(self, b: Bucket, ex: Exchange) -> None:
+        """A bucket was cut: take what of its parameters and of their state is this worker's."""
 
     async def keep(self, b: Bucket, ex: Exchange) -> None:
         """Turn a bucket of local gradients into the agreed mean, or into this worker's slice of it."""
         raise NotImplementedError
 
+    def apply(self, step: Callable[[], Any], ex: Exchange) -> Any:
+        """The optimizer's own step, for what this worker owns."""
+        return step()
+
     async def publish(self, b: Bucket, ex: Exchange) -> None:
         """After the optimizer: give the others the parameters this worker updated for them."""
+
+    def collect(self, ex: Exchange) -> None:
+        """Before buckets are cut anew: all is whole again, in the model and the optimizer of every worker."""
 
 
 class Event(Enum):

@@ -11,7 +11,8 @@ from torch import nn
 
 import threads
 from laws_table import BUCKETS, fresh, together, vector
-from paceline.bucket import Bucket, cut
+from paceline.bucket import Bucket
+from paceline.cutting import cut
 from paceline.errors import MethodError, MismatchError
 from paceline.method import Method, method
 from paceline.parts import Reduced, Reducer

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from paceline.bucket import cut
+from paceline.cutting import cut
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.complex64])

@@ -18,7 +18,8 @@ pages = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(pages)
 
 PARTS = registry.parts().items()
-METHODS = [name for name, cls in PARTS if cls.axis == "reducer" or (cls.axis == "sync" and cls.paper)] + ["priority"]
+METHODS = [name for name, cls in PARTS if cls.axis == "reducer" or (cls.axis in ("sync", "layout") and cls.paper)]
+METHODS += ["priority"]
 
 
 @pytest.mark.parametrize("name", METHODS)

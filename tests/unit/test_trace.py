@@ -14,7 +14,8 @@ from torch import nn
 
 import processes
 from paceline import api
-from paceline.bucket import Bucket, cut
+from paceline.bucket import Bucket
+from paceline.cutting import cut
 from paceline.parts import Sync
 from paceline.race import timeline
 from paceline.telemetry import Hello, Recorder, Step

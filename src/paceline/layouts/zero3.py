@@ -1,0 +1,68 @@
+"""Everyone holds a share of everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from paceline.registry import register
+from paceline.shards import hooks
+from paceline.shards.loans import Loans
+from paceline.shards.pieces import Shards
+
+if TYPE_CHECKING:
+    from paceline.bucket import Bucket
+    from paceline.exchange import Exchange
+
+
+@register
+@dataclass(kw_only=True)
+class Zero3(Shards):
+    """Stage 3 of ZeRO: as stage 2, and parameters are gathered before a module computes and given back after.
+
+    With 16-bit parameters and Adam a worker holds 16/W bytes a parameter between steps; while it computes, beside
+    them, the buckets of the module that runs and of the next one.
+    """
+
+    name: ClassVar[str] = "zero3"
+    paper: ClassVar[str] = "Rajbhandari et al., ZeRO, SC20"
+    formula: ClassVar[str] = "n·s·(W−1)/W for the gradients with exact, else as the reducer; twice that for parameters"
+    background: ClassVar[bool] = True
+
+    def attach(self, models: Sequence[torch.nn.Module], ex: Exchange) -> None:
+        super().attach(models, ex)
+        self.loans = Loans(ex)
+        hooks.lend(models, self.loans)
+
+    def source(self, b: Bucket, ex: Exchange) -> Tensor:
+        return self.loans.add(b).mine
+
+    def own(self, b: Bucket, ex: Exchange) -> None:
+        super().own(b, ex)
+        self._hooks += hooks.watch_gradients(b, self.loans)
+        b.free()
+        b.kept = b.flat[b.own]
+
+    async def keep(self, b: Bucket, ex: Exchange) -> None:
+        b.kept = (await ex.mine(b, b.flat)).clone()
+        b.free()
+
+    def apply(self, step: Callable[[], Any], ex: Exchange) -> Any:
+        self.loans.give_back()
+        result = super().apply(step, ex)
+        with torch.no_grad():
+            for piece in (piece for pieces in self.pieces.values() for piece in pieces if piece.apart):
+                piece.now().copy_(piece.param)
+        return result
+
+    def collect(self, ex: Exchange) -> None:
+        super().collect(ex)
+        self.loans.give_back()
+        for loan in self.loans.of.values():
+            loan.start()
+            loan.wait()
+        self.loans.clear()

@@ -1,0 +1,186 @@
+"""Parameters that are whole only while somebody computes with them.
+
+[Note: loans] A bucket's parameters are views of one vector whose memory is given back (the storage is resized to
+nothing, and tensors that autograd has saved keep pointing to it) and taken again, to be filled by a gather of the
+workers' slices. Autograd then finds in backward what it saved in forward. Who reads a parameter that is away reads
+NaN: a parameter that is used without calling its module shows, by a loss that is NaN or in its first backward.
+
+A module's forward borrows the buckets of its parameters. In forward a bucket goes back when another one is asked for
+and no module that uses it is still running. The backward of a module's output borrows again, and a bucket goes back
+when its gradients have left.
+
+[Note: ahead] What is borrowed next is asked for ahead, by the order of the last step: while a layer computes, the next
+one's bytes travel. A step that borrows otherwise throws that order away at the first difference, and what it does
+becomes the order of the next. Every worker must borrow in one order; each slice says of which bucket it is, so
+that two that do not are found out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from paceline.bucket import Bucket, Slot
+from paceline.errors import MismatchError, UsageError
+from paceline.pipeline import Task
+
+if TYPE_CHECKING:
+    from paceline.exchange import Exchange
+
+_STAMPS = 251  # whole numbers that are exact in any floating-point format
+_LONGEST = 10_000
+
+
+class Loan:
+    """One bucket's parameters: this worker's slice always, the whole now and then."""
+
+    def __init__(self, b: Bucket, ex: Exchange) -> None:
+        self.bucket, self.comm = b, ex.background
+        self._stamped = b.flat.new_full((b.own.stop - b.own.start + 1,), float(b.index % _STAMPS))
+        self.mine = self._stamped[:-1]
+        self.whole = torch.zeros_like(b.flat)
+        self._views = b.views(self.whole)
+        self._away = [view.new_full((), torch.nan).expand(view.shape) for view in self._views]
+        self._coming: Task[None] | None = None
+        torch._foreach_copy_(self._views, [s.param.detach() for s in b.slots])
+        self.take()
+        self.free()
+
+    @property
+    def here(self) -> bool:
+        return bool(self.whole.untyped_storage().nbytes())
+
+    def start(self) -> None:
+        """Ask for it."""
+        if not self.here and self._coming is None:
+            self._coming = Task(self._fetch())
+
+    def wait(self) -> None:
+        """What was asked for arrives."""
+        if self._coming is not None:
+            self._coming.finish()
+            self._coming = None
+
+    async def _fetch(self) -> None:
+        rows = await self.comm.gather(self._stamped)
+        stamps = [] if rows.is_cuda else rows[:, -1].tolist()  # reading would make a GPU's host wait
+        if len(set(stamps)) > 1:
+            raise MismatchError(
+                f"workers compute with other parameters than worker {self.comm.rank}, which needs {self.bucket}",
+                why="with this layout all workers must go through the model in the same order",
+                do="do not let the path through the model depend on a worker's data, or use the layout zero2",
+            )
+        self.whole.untyped_storage().resize_(self.whole.nbytes)
+        self.whole.view(self.comm.world, -1).copy_(rows[:, :-1])
+        self._put(self._views)
+
+    def take(self) -> None:
+        """The whole was written into: so is this worker's slice."""
+        self.mine.copy_(self.whole[self.bucket.own])
+
+    def free(self) -> None:
+        self.whole.untyped_storage().resize_(0)
+        self._put(self._away)
+
+    def _put(self, tensors: list[Tensor]) -> None:
+        for s, x in zip(self.bucket.slots, tensors, strict=True):
+            s.param.data = x
+
+
+class Route:
+    """In which order buckets are borrowed, and which is next: [Note: ahead]."""
+
+    def __init__(self) -> None:
+        self.last: list[int] = []
+        self.now: list[int] = []
+
+    def next(self, index: int) -> int | None:
+        if len(self.now) == _LONGEST:  # nobody ends it
+            self.over()
+        self.now.append(index)
+        k = len(self.now)
+        if self.last[k - 1 : k] != [index]:
+            self.last = []
+        return self.last[k] if k < len(self.last) else None
+
+    def over(self) -> None:
+        self.last, self.now = self.now, []
+
+
+class Loans:
+    """All buckets of one optimizer: [Note: loans]."""
+
+    def __init__(self, ex: Exchange) -> None:
+        self.ex = ex
+        self.of: dict[int, Loan] = {}  # by bucket
+        self.home: dict[int, int] = {}  # the bucket of a parameter, by its id
+        self.route = {True: Route(), False: Route()}  # training or not
+        self._used: Counter[int] = Counter()  # by modules whose forward is running
+
+    def add(self, b: Bucket) -> Loan:
+        self.of[b.index] = Loan(b, self.ex)
+        self.home |= {id(s.param): b.index for s in b.slots}
+        return self.of[b.index]
+
+    def buckets(self, params: Iterable[Tensor]) -> list[int]:
+        return list(dict.fromkeys(self.home[id(p)] for p in params if id(p) in self.home))
+
+    def begin(self, indices: list[int], *, backward: bool = False, route: bool = True) -> None:
+        """A module's forward begins. backward: to compute it once more for one under way. route: it is on its way."""
+        self._used.update(indices)
+        self.borrow(indices, backward=backward, route=route)
+
+    def end(self, indices: list[int]) -> None:
+        self._used.subtract(indices)
+
+    def borrow(self, indices: list[int], *, backward: bool = False, route: bool = True) -> None:
+        way = self.route[backward or torch.is_grad_enabled()] if route else Route()
+        began = time.perf_counter()
+        with torch.no_grad():
+            for i in indices:
+                if not self.of[i].here:
+                    if not backward:
+                        self._give_back_unused(indices)
+                    self._get(i, way)
+        self.ex.recorder.wait_s += time.perf_counter() - began
+
+    def _get(self, i: int, route: Route) -> None:
+        self.of[i].start()
+        if (ahead := route.next(i)) is not None:
+            self.of[ahead].start()
+        self.of[i].wait()
+
+    def _give_back_unused(self, but: list[int]) -> None:
+        for i, loan in self.of.items():
+            if i not in but and self._used[i] <= 0 and loan.here:
+                loan.free()
+
+    def gradient(self, b: Bucket, slot: Slot) -> None:
+        """One has arrived. A frozen parameter's layer may still be to come when all gradients are there."""
+        if not self.of[b.index].here:
+            raise UsageError(
+                f"the parameter {slot.name} is used without calling the module it belongs to",
+                why="with this layout a module's parameters are there only while it is called",
+                do="call the module, give the one that uses it the same parameter, or use the layout zero2",
+            )
+        if b.full and all(s.param.requires_grad for s in b.slots):
+            self.of[b.index].free()
+
+    def give_back(self) -> None:
+        """All of them, and what was asked for and not used: a step changes them."""
+        for loan in self.of.values():
+            loan.wait()
+            loan.free()
+        self._used.clear()
+        self.route[True].over()
+
+    def clear(self) -> None:
+        """The parameters stay as they are."""
+        self.of.clear()
+        self.home.clear()
+        self.route = {True: Route(), False: Route()}
