@@ -40,7 +40,7 @@ class SlicedGrad(Tensor):
         grad.slices, grad.comm = slices, comm
         return grad
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"SlicedGrad({list(self.shape)}, in slices on {self.comm.world} workers)"
 
     @classmethod
