@@ -33,5 +33,4 @@ class Zero2(Zero1):
         b.kept = b.flat[b.own]
 
     async def keep(self, b: Bucket, ex: Exchange) -> None:
-        b.kept = (await ex.mine(b, b.flat)).clone()
-        b.free()
+        await self.keep_slice(b, ex)

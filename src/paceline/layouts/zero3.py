@@ -48,8 +48,7 @@ class Zero3(Shards):
         b.kept = b.flat[b.own]
 
     async def keep(self, b: Bucket, ex: Exchange) -> None:
-        b.kept = (await ex.mine(b, b.flat)).clone()
-        b.free()
+        await self.keep_slice(b, ex)
 
     def apply(self, step: Callable[[], Any], ex: Exchange) -> Any:
         self.loans.give_back()

@@ -114,6 +114,11 @@ class Shards(Layout):
         """A vector of its own for this worker's slice of the parameters, where they are not whole on every worker."""
         return None
 
+    async def keep_slice(self, b: Bucket, ex: Exchange) -> None:
+        """Of the mean this worker's slice stays, and the bucket's memory is given back."""
+        b.kept = (await ex.mine(b, b.flat)).clone()
+        b.free()
+
     def _slices(self, b: Bucket, slot: Slot) -> Callable[[], list[Tensor]]:
         mine = [piece for piece in self.pieces[b.index] if piece.slot is slot]
         return lambda: [piece.grad() for piece in mine]
