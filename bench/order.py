@@ -5,7 +5,8 @@ the computing of a step.
 
 The job is a stack of equal layers (bench/order_job.py). Its step without any communication (`floor`) is measured first;
 then the link between the workers gets the speed at which the bytes of a mean take that long, times the ratio. All
-contenders take turns, as in `paceline race`. No schedule can be faster than the larger of the two: `ideal` is that, and
+contenders take turns, as in `paceline race`; `priority tuned` has the sizes that the tuner found in a run of its own on
+that link, just before. No schedule can be faster than the larger of the two: `ideal` is that, and
 `near` how much of it is reached. Wants root for the shaped links; leave the machine alone while it runs.
 """
 
@@ -35,23 +36,29 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "torch:ddp": ("torch:ddp", {}),
     "backward": ("exact", {}),
     "priority": ("priority", {}),
-    "priority small": ("priority", {"partition": 0.25, "credit": 4.0}),
+    "priority tuned": ("priority", {}),
 }
 GOAL, NEVER_BELOW = 1.3, 0.98  # priority over torch DDP: where communication equals computing, anywhere
+
+TUNING_STEPS = 130  # more than the tuner takes
 
 Cell = dict[str, Any]
 
 
-def contender(name: str, batch: int) -> Contender:
+def contender(name: str, batch: int, sizes: Path) -> Contender:
+    """sizes: the file that the tuner writes, if it does not exist yet, and reads."""
     method, knobs = METHODS[name]
+    knobs = {**knobs, "tuned": str(sizes)} if name.endswith("tuned") else knobs
     job = [sys.executable, str(Path(__file__).with_name("order_job.py"))]
-    sizes = ["--layers", str(LAYERS), "--width", str(WIDTH), "--batch", str(batch), "--bucket-mb", "1"]
-    return Contender(method, [*job, *sizes], knobs, alias=name.replace(" ", "-"))
+    model = ["--layers", str(LAYERS), "--width", str(WIDTH), "--batch", str(batch), "--bucket-mb", "1"]
+    return Contender(method, [*job, *model], knobs, alias=name.replace(" ", "-"))
 
 
-def race(names: Sequence[str], workers: int, link: str, batch: int, *, steps: int, turn: int) -> list[score.Row]:
+def race(
+    names: Sequence[str], workers: int, link: str, batch: int, sizes: Path, *, steps: int, turn: int
+) -> list[score.Row]:
     """The rows of all, in the order of their names."""
-    racing = [contender(name, batch) for name in names]
+    racing = [contender(name, batch, sizes) for name in names]
     rules = Rules(steps=steps, warmup=3, turn=turn)
     with network(link, workers, None) as links, tempfile.TemporaryDirectory() as folder:
         if not course.run(racing, rules, links, Path(folder)):
@@ -69,11 +76,14 @@ def wire_s(workers: int, mbit: float) -> float:
     return 2 * GRADIENT_BYTES * (workers - 1) / workers * 8 / (mbit * 1e6)
 
 
-def measure(workers: int, ratio: float, *, batch: int, steps: int, turn: int) -> list[Cell]:
-    floor_ms = race(["floor"], workers, "unlimited", batch, steps=steps, turn=turn)[0].step_ms_median or math.nan
+def measure(workers: int, ratio: float, sizes: Path, *, batch: int, steps: int, turn: int) -> list[Cell]:
+    floor = race(["floor"], workers, "unlimited", batch, sizes, steps=steps, turn=turn)[0]
+    floor_ms = floor.step_ms_median or math.nan
     mbit = wire_s(workers, 1.0) / (ratio * floor_ms / 1e3)
     link = f"{max(mbit, 1.0):.0f}mbit"
-    rows = race(list(METHODS), workers, link, batch, steps=steps, turn=turn)
+    race(["priority tuned"], workers, link, batch, sizes, steps=TUNING_STEPS, turn=TUNING_STEPS)
+    found = json.loads(sizes.read_text())
+    rows = race(list(METHODS), workers, link, batch, sizes, steps=steps, turn=turn)
     ms = {name: row.step_ms_median or math.nan for name, row in zip(METHODS, rows, strict=True)}
     ideal = max(ms["floor"], 1e3 * wire_s(workers, (parse_link(link).bits_per_second or 0) / 1e6))
     return [
@@ -86,6 +96,7 @@ def measure(workers: int, ratio: float, *, batch: int, steps: int, turn: int) ->
             "exposed_comm_ms": row.exposed_comm_ms,
             "over_ddp": round(ms["torch:ddp"] / ms[name], 3),
             "near_ideal": round(ideal / ms[name], 3),
+            **({"sizes": found} if name.endswith("tuned") else {}),
         }
         for name, row in zip(METHODS, rows, strict=True)
         if name != "floor"
@@ -107,7 +118,12 @@ def main() -> None:
     parser.add_argument("--ratios", default=",".join(map(str, RATIOS)))
     parser.add_argument("--steps", type=int, default=16, help="that count, for each contender")
     parser.add_argument("--turn", type=int, default=16, help="steps at a time: each turn ends with all landed")
-    parser.add_argument("--batch", type=int, default=4096, help="samples for each worker")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        default=2048,
+        help="samples for each of two workers; of more, who share the machine, each has fewer",
+    )
     args = parser.parse_args()
     check_writable(args.out)
     if why := namespaces.available():
@@ -115,7 +131,9 @@ def main() -> None:
     cells: list[Cell] = json.loads(args.out.read_text())["cells"] if args.out.exists() else []
     for workers in map(int, args.workers.split(",")):
         for ratio in map(float, args.ratios.split(",")):
-            new = measure(workers, ratio, batch=args.batch, steps=args.steps, turn=args.turn)
+            with tempfile.TemporaryDirectory() as folder:
+                how = {"batch": args.batch * 2 // workers, "steps": args.steps, "turn": args.turn}
+                new = measure(workers, ratio, Path(folder) / "sizes.json", **how)
             table(new)
             cells = [c for c in cells if (c["workers"], c["ratio"]) != (workers, ratio)] + new
             save(args.out, sorted(cells, key=lambda c: (c["workers"], c["ratio"])))
