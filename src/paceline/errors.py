@@ -41,6 +41,12 @@ class DataError(PacelineError):
     exit_code = 3
 
 
+class StoreError(PacelineError):
+    """Where state is kept outside the device, memory or a disk fails."""
+
+    exit_code = 3
+
+
 class PeerError(PacelineError):
     """Another worker failed, left or cannot be reached. `worker` is its rank where it is known."""
 

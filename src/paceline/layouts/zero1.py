@@ -32,13 +32,17 @@ class Zero1(Shards):
     async def keep(self, b: Bucket, ex: Exchange) -> None:
         b.kept = b.flat[b.own]
         b.kept.copy_(await ex.mine(b, b.flat))
+        self.hand(b, ex)
 
     async def publish(self, b: Bucket, ex: Exchange) -> None:
         if b.active:
             b.write((await ex.comm.gather(self._stepped(b))).view(-1))
+            self.published(b)
 
     def _stepped(self, b: Bucket) -> Tensor:
         """This worker's slice of the parameters."""
+        if self.offload and b.index in self.offload.new:
+            return self.offload.new.pop(b.index)
         x = torch.zeros(b.own.stop - b.own.start, dtype=b.flat.dtype, device=b.device)
         if pieces := self.pieces[b.index]:
             torch._foreach_copy_([x[piece.here] for piece in pieces], [piece.param for piece in pieces])

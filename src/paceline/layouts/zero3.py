@@ -53,9 +53,16 @@ class Zero3(Shards):
     def apply(self, step: Callable[[], Any], ex: Exchange) -> Any:
         self.loans.give_back()
         result = super().apply(step, ex)
+        new = self.offload.new if self.offload else {}
         with torch.no_grad():
-            for piece in (piece for pieces in self.pieces.values() for piece in pieces if piece.apart):
-                piece.now().copy_(piece.param)
+            for index, pieces in self.pieces.items():
+                if index in new:
+                    self.loans.of[index].mine.copy_(new.pop(index))
+                    self.published(pieces[0].bucket)
+                    continue
+                for piece in pieces:
+                    if piece.apart:
+                        piece.now().copy_(piece.param)
         return result
 
     def collect(self, ex: Exchange) -> None:

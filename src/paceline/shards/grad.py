@@ -9,8 +9,8 @@ collective, these must then be called on every worker. What would need the eleme
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from torch.utils import _foreach_utils
 
 from paceline.errors import UsageError
 from paceline.parts import Comm
+
+if TYPE_CHECKING:
+    from paceline.shards.piece import Piece
 
 _EACH = {"mul_", "div_", "add_", "sub_", "neg_", "zero_", "clamp_", "clamp_min_", "clamp_max_", "nan_to_num_"}
 
@@ -27,17 +30,17 @@ class SlicedGrad(Tensor):
 
     # Or results would be made SlicedGrads.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    slices: Callable[[], list[Tensor]]
+    pieces: Sequence[Piece]
     comm: Comm
 
     @staticmethod
-    def __new__(cls, like: Tensor, slices: Callable[[], list[Tensor]], comm: Comm) -> SlicedGrad:
-        """slices: this worker's, which may be none."""
+    def __new__(cls, like: Tensor, pieces: Sequence[Piece], comm: Comm) -> SlicedGrad:
+        """pieces: this worker's, which may be none."""
         shape, strides = like.shape, like.stride()
         grad: SlicedGrad = Tensor._make_wrapper_subclass(
             cls, shape, strides=strides, dtype=like.dtype, device=like.device
         )
-        grad.slices, grad.comm = slices, comm
+        grad.pieces, grad.comm = pieces, comm
         return grad
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -54,7 +57,7 @@ class SlicedGrad(Tensor):
             not isinstance(x, (list, tuple)) and not (isinstance(x, Tensor) and x.dim()) for x in rest
         )
         if name.removeprefix("_foreach_") in _EACH and plain:
-            _each(name, _here(grads), rest, kwargs)
+            _each(name, grads, rest, kwargs)
             return None if several else args[0]
         if name in ("_foreach_norm", "linalg_vector_norm") and len(rest) <= 1 + several:
             norms = _norms(grads, float(rest[0]) if rest else 2.0)
@@ -62,7 +65,7 @@ class SlicedGrad(Tensor):
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale(grads, *rest)
         if name == "detach":
-            return SlicedGrad(args[0], args[0].slices, args[0].comm)
+            return SlicedGrad(args[0], args[0].pieces, args[0].comm)
         raise UsageError(
             f"{name}: this gradient is in slices, one on each worker",
             why="with this layout no worker holds the elements of a whole mean gradient",
@@ -74,17 +77,30 @@ class SlicedGrad(Tensor):
 _foreach_utils._foreach_supported_types.append(SlicedGrad)  # type: ignore[arg-type]
 
 
-def _here(grads: Sequence[Tensor]) -> list[Tensor]:
-    """What of them is on this worker. One that is not in slices is here as a whole."""
-    return [x for grad in grads for x in (grad.slices() if isinstance(grad, SlicedGrad) else [grad])]
+def _here(grads: Sequence[Tensor]) -> tuple[list[Piece], list[Tensor]]:
+    """What of them is on this worker: pieces that remember factors, and memory. What is not in slices is memory."""
+    pieces = [piece for grad in grads if isinstance(grad, SlicedGrad) for piece in grad.pieces]
+    memory = [piece.grad() for piece in pieces if not piece.remembers]
+    memory += [grad for grad in grads if not isinstance(grad, SlicedGrad)]
+    return [piece for piece in pieces if piece.remembers], memory
 
 
-def _each(name: str, slices: list[Tensor], rest: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def _each(name: str, grads: Sequence[Tensor], rest: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    remembering, memory = _here(grads)
+    plain = name.removeprefix("_foreach_")
+    if remembering and plain not in ("mul_", "div_"):
+        raise UsageError(
+            f"{plain}: this gradient has left the device",
+            why="its state is on the host, and so is it; it may be stepped already",
+            do="clip by norm with torch.nn.utils, or multiply it; for more, use store=device",
+        )
+    for piece in remembering:
+        piece.scale(rest[0] if plain == "mul_" else 1.0 / rest[0])
     if name.startswith("_foreach_"):
-        if slices:
-            getattr(torch, name)(slices, *rest, **kwargs)
+        if memory:
+            getattr(torch, name)(memory, *rest, **kwargs)
         return
-    for x in slices:
+    for x in memory:
         getattr(x, name)(*rest, **kwargs)
 
 
@@ -112,14 +128,18 @@ def _norm(grad: SlicedGrad, p: float) -> Tensor:
     """Of what is here, in fp32 at least."""
     real = grad.dtype.to_real() if grad.is_complex() else grad.dtype
     wide = torch.promote_types(real, torch.float32)
-    norms = [torch.linalg.vector_norm(x, p, dtype=wide) for x in grad.slices()]
+    norms = [piece.norm(p, wide) for piece in grad.pieces]
     return torch.linalg.vector_norm(torch.stack(norms), p) if norms else torch.zeros((), dtype=wide, device=grad.device)
 
 
 def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """A GradScaler's: what one worker finds, all have found."""
-    if here := _here(grads):
-        torch._amp_foreach_non_finite_check_and_unscale_(here, found_inf, inv_scale)
+    remembering, memory = _here(grads)
+    if memory:
+        torch._amp_foreach_non_finite_check_and_unscale_(memory, found_inf, inv_scale)
+    for piece in remembering:
+        found_inf.logical_or_(~piece.finite())
+        piece.scale(inv_scale)
     for comm in _comms(grads):
         anywhere = comm.sum(found_inf.reshape(1).clone()).wait() > 0
         found_inf.copy_(anywhere.reshape(found_inf.shape))

@@ -9,6 +9,8 @@ given, so its state is a slice without knowing.
 
 A piece of a 16-bit parameter is stepped in fp32, on a master copy that only its owner has. A parameter that somebody
 has written into since the last step is noticed, and the master follows.
+
+Who owns a slice and where its state lives are two questions. `store` answers the second: stores/.
 """
 
 from __future__ import annotations
@@ -17,74 +19,43 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from paceline.bucket import Bucket, Slot, memory
+from paceline.bucket import Bucket, Slot
 from paceline.comm import NARROW
+from paceline.knobs import knob
 from paceline.parts import Layout
 from paceline.shards import elementwise, hooks, whole
 from paceline.shards.grad import SlicedGrad
+from paceline.shards.piece import Piece
+from paceline.stores.away import AwayPiece
+from paceline.stores.offload import Offload
 
 if TYPE_CHECKING:
     from paceline.exchange import Exchange
+    from paceline.stores.away import Away
 
-
-class Piece:
-    """What this worker owns of one parameter."""
-
-    def __init__(self, b: Bucket, slot: Slot, start: int, stop: int, source: Tensor | None) -> None:
-        """start, stop: in the bucket's flat vector. source: where this worker's slice of the parameters lives, if the
-        parameters themselves are not always there.
-        """
-        self.bucket, self.slot, self.source = b, slot, source
-        self.inside = slice(start - slot.start, stop - slot.start)  # of the parameter
-        self.here = slice(start - b.own.start, stop - b.own.start)  # of this worker's slice
-        now, p = self.now(), slot.param
-        copied = source is None and now.untyped_storage().data_ptr() != p.untyped_storage().data_ptr()
-        self.apart = copied or p.dtype in NARROW
-        wide = torch.float32 if p.dtype in NARROW else now.dtype
-        self.param = now.to(wide, copy=True) if self.apart else now  # what the optimizer steps
-
-    def now(self) -> Tensor:
-        """The parameter's own elements."""
-        return memory(self.slot.param)[self.inside] if self.source is None else self.source[self.here]
-
-    def grad(self) -> Tensor:
-        return self.bucket.kept[self.here]
-
-    def take(self) -> None:
-        """Before a step: what the parameter and its gradient are now."""
-        now, p = self.now(), self.slot.param
-        if self.apart:
-            known = self.param.to(now.dtype) == now
-            self.param.copy_(torch.where(known, self.param, now.to(self.param.dtype)))
-        else:
-            self.param.data = now  # p.data may be another than it was
-        if p.grad is None:
-            self.param.grad = None
-        elif p.grad is self.slot.shown:
-            self.param.grad = self.grad().to(self.param.dtype)
-        else:  # the user's own
-            self.param.grad = self.of(p.grad).to(self.param.dtype)
-
-    def of(self, x: Tensor) -> Tensor:
-        """This stretch of a tensor in the parameter's shape."""
-        like = torch.empty_like(self.slot.view, dtype=x.dtype, device=self.param.device)
-        return memory(like.copy_(x.to_dense() if x.is_sparse else x))[self.inside]
+_STATE_BYTES = 12  # a parameter: the fp32 master and Adam's two moments
 
 
 @dataclass(kw_only=True)
 class Shards(Layout):
     """[Note: shards]. A stage says what becomes of the gradients and of the parameters."""
 
+    store: Literal["device", "cpu"] = knob("device", "where the optimizer's state lives")
+    device_gb: float = knob(0.0, "with store=cpu: how much of it stays on the device all the same", unit="GB", low=0.0)
+    guess: bool = knob(True, "with store=cpu: step a bucket as soon as its gradients are there; undone if need be")
+    threads: int = knob(0, "with store=cpu: threads that step there; 0: all cores but one", low=0)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.pieces: dict[int, list[Piece]] = {}  # by bucket
+        self.offload: Offload | None = None  # of buckets whose state is not on the device
         self._hooks: list[RemovableHandle] = []
         self._shared: Any = None  # the optimizer's state, while it shows a whole one
         self._coming: dict[int, Any] = {}  # a state that is being loaded, by the parameter's number
@@ -93,7 +64,7 @@ class Shards(Layout):
         elementwise.check(self.name, optimizer)
 
     def rests(self, params: Sequence[Tensor]) -> bool:
-        return not any(p.dtype in NARROW for p in params)
+        return self.store == "device" and not any(p.dtype in NARROW for p in params)
 
     def attach(self, models: Sequence[torch.nn.Module], ex: Exchange) -> None:
         hooks.show_whole(self, ex)
@@ -102,13 +73,34 @@ class Shards(Layout):
         length = b.flat.numel() // ex.world
         b.own = slice(ex.rank * length, (ex.rank + 1) * length)
         b.kept = b.flat[b.own]
-        ends = [(s, max(s.start, b.own.start), min(s.stop, b.own.stop)) for s in b.slots]
-        source = self.source(b, ex)
-        self.pieces[b.index] = [Piece(b, s, start, stop, source) for s, start, stop in ends if start < stop]
+        self.pieces[b.index] = self._cut(b, ex)
         for s in b.slots:
-            s.shown = SlicedGrad(s.view, self._slices(b, s), ex.comm)
+            mine = [piece for piece in self.pieces[b.index] if piece.slot is s]
+            s.shown = SlicedGrad(s.view, mine, ex.comm)
         self._hooks += hooks.watch_arrivals(b.slots)
         whole.take(b, self.pieces[b.index], ex.optimizer)
+
+    def _cut(self, b: Bucket, ex: Exchange) -> list[Piece]:
+        source, away = self.source(b, ex), self._away(b, ex)
+        ends = [(s, max(s.start, b.own.start), min(s.stop, b.own.stop)) for s in b.slots]
+        ends = [(s, start, stop) for s, start, stop in ends if start < stop]
+        if away is None:
+            return [Piece(b, *end, source) for end in ends]
+        away.pieces = [AwayPiece(b, *end, source, away=away) for end in ends]
+        away.published()
+        return [*away.pieces]
+
+    def _away(self, b: Bucket, ex: Exchange) -> Away | None:
+        """Its state is not to be on the device. What the next forward needs first stays longest: it is stepped last."""
+        if self.store == "device":
+            return None
+        later = sum(p.numel() for group in ex.optimizer.param_groups for p in group["params"] if p.requires_grad)
+        later -= sum(known.n for known in ex.buckets if known.index < b.index)
+        if later / ex.world * _STATE_BYTES <= self.device_gb * 1e9:
+            return None
+        if self.offload is None:
+            self.offload = Offload(b.device, guess=self.guess, threads=self.threads)
+        return self.offload.add(b)
 
     def source(self, b: Bucket, ex: Exchange) -> Tensor | None:
         """A vector of its own for this worker's slice of the parameters, where they are not whole on every worker."""
@@ -116,28 +108,42 @@ class Shards(Layout):
 
     async def keep_slice(self, b: Bucket, ex: Exchange) -> None:
         """Of the mean this worker's slice stays, and the bucket's memory is given back."""
-        b.kept = (await ex.mine(b, b.flat)).clone()
+        b.kept = await ex.mine(b, b.flat)
+        self.hand(b, ex)
+        if self.offload is None or b.index not in self.offload.of or not self.offload.of[b.index].handed:
+            b.kept = b.kept.clone()
         b.free()
 
-    def _slices(self, b: Bucket, slot: Slot) -> Callable[[], list[Tensor]]:
-        mine = [piece for piece in self.pieces[b.index] if piece.slot is slot]
-        return lambda: [piece.grad() for piece in mine]
+    def hand(self, b: Bucket, ex: Exchange) -> None:
+        """What is kept goes to where it will be stepped."""
+        if self.offload is not None:
+            self.offload.hand(b, ex)
+
+    def published(self, b: Bucket) -> None:
+        """Its parameters are what was stepped."""
+        if self.offload and b.index in self.offload.of:
+            self.offload.of[b.index].published()
 
     def apply(self, step: Callable[[], Any], ex: Exchange) -> Any:
-        mine = [piece for pieces in self.pieces.values() for piece in pieces]
+        mine = [piece for pieces in self.pieces.values() for piece in pieces if not isinstance(piece, AwayPiece)]
         with torch.no_grad():
-            for piece in mine:
+            left = self.offload.begin(ex) if self.offload else []
+            for piece in (*mine, *left):
                 piece.take()
         try:
-            with _holding(ex.optimizer, mine):
-                return step()
+            with _holding(ex.optimizer, [*mine, *left]):
+                result = step()
         finally:
-            for piece in mine:
+            for piece in (*mine, *left):
                 piece.param.grad = None
+        if self.offload:
+            self.offload.end(ex, left)
+        return result
 
     # ------------------------------------------------------------------------------------------------ whole
 
     def collect(self, ex: Exchange) -> None:
+        self._take_back()
         ex.optimizer.state = whole.state(self.pieces, ex)
         for b in ex.buckets:
             for s in b.slots:
@@ -146,9 +152,15 @@ class Shards(Layout):
             hook.remove()
         self.pieces.clear()
         self._hooks.clear()
+        self.offload = None
+
+    def _take_back(self) -> None:
+        if self.offload is not None:
+            self.offload.take_back()
 
     def saving(self, ex: Exchange) -> None:
         if self.pieces:
+            self._take_back()
             self._shared, ex.optimizer.state = ex.optimizer.state, whole.state(self.pieces, ex)
 
     def saved(self, ex: Exchange) -> None:
@@ -158,6 +170,7 @@ class Shards(Layout):
     def loading(self, saved: dict[str, Any]) -> dict[str, Any]:
         if not self.pieces:
             return saved
+        self._take_back()
         self._coming = saved["state"]
         return {**saved, "state": {}}  # the optimizer would make it whole on every worker first
 

@@ -23,7 +23,7 @@ from paceline.parts import Comm
 
 if TYPE_CHECKING:
     from paceline.exchange import Exchange
-    from paceline.shards.pieces import Piece
+    from paceline.shards.piece import Piece
 
 MASTER = "master"
 _ELEMENTS = "elements"

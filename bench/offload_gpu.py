@@ -1,0 +1,218 @@
+"""One GPU, a model whose optimizer state is in the host's memory: seconds a step, beside all of it on the GPU.
+
+    python bench/offload_gpu.py --out bench/results/offload_gpu.json
+
+A GPT in bf16 with activation checkpointing, sequences of 1024. Every case is a process of its own: some take most of
+the machine. `device` holds everything on the GPU; `cpu` no optimizer state at all; `part` as much of it as `device_gb`
+says; `fsdp2` is torch's FSDP2 with its CPU offload. The losses of the first steps are kept: all start from the same
+weights and see the same data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+SEQUENCE, VOCABULARY = 1024, 50304
+SIZES = {
+    "0.1B": (8, 768, 12),
+    "1.4B": (24, 2048, 16),
+    "6.9B": (32, 4096, 32),
+    "13B": (40, 5120, 40),
+    "20B": (44, 6144, 48),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a size, a batch, and how its state is held."""
+
+    size: str
+    batch: int
+    how: str
+    knobs: str = "{}"
+
+    def name(self) -> str:
+        return f"{self.size} batch {self.batch} {self.how} {self.knobs if self.knobs != '{}' else ''}".strip()
+
+
+CASES = [
+    Case("1.4B", 8, "device"),
+    Case("1.4B", 8, "cpu"),
+    Case("1.4B", 8, "part", '{"device_gb": 40}'),
+    Case("1.4B", 8, "fsdp2"),
+    Case("1.4B", 32, "device"),
+    Case("1.4B", 32, "cpu"),
+    Case("6.9B", 8, "device"),
+    Case("6.9B", 8, "cpu"),
+    Case("13B", 8, "part", '{"device_gb": 70}'),
+]
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each behind a norm and around a residual path."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm_1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
+        x = x + self.out(seen)
+        return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
+
+
+class GPT(nn.Module):
+    """The head is not tied to the embedding."""
+
+    def __init__(self, layers: int, width: int, heads: int) -> None:
+        super().__init__()
+        self.token, self.place = nn.Embedding(VOCABULARY, width), nn.Embedding(SEQUENCE, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.token(x) + self.place(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=False)
+        return F.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
+
+
+def build(size: str) -> GPT:
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = GPT(*SIZES[size])
+        for name, p in model.named_parameters():
+            if p.dim() == 2:
+                nn.init.normal_(p, std=0.02)
+    torch.set_default_dtype(before)
+    return model
+
+
+def prepared(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = build(case.size)
+    if case.how == "fsdp2":
+        return _fsdp2(model)
+    import paceline
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    store = "device" if case.how == "device" else "cpu"
+    knobs = json.loads(case.knobs)
+    settings = {"bucket_mb": 64, **{k: knobs.pop(k) for k in ("bucket_mb", "guard") if k in knobs}}
+    model, optimizer = paceline.prepare(model, optimizer, method="zero2", store=store, **knobs, **settings)
+    return model, optimizer
+
+
+def _fsdp2(model: GPT) -> tuple[nn.Module, torch.optim.Optimizer]:
+    from torch import distributed as dist
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "1"}
+    dist.init_process_group("nccl")
+    model.float()
+    how: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+        "offload_policy": CPUOffloadPolicy(),
+    }
+    for block in model.blocks:
+        fully_shard(block, **how)
+    fully_shard(model, **how)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def measure(case: Case, steps: int, warmup: int) -> dict[str, Any]:
+    began = time.perf_counter()
+    model, optimizer = prepared(case)
+    generator = torch.Generator("cuda").manual_seed(1)
+    losses, took = [], []
+    for step in range(warmup + steps):
+        tokens = torch.randint(VOCABULARY // 64, (case.batch, SEQUENCE + 1), device="cuda", generator=generator)
+        torch.cuda.synchronize()
+        if step == 1:
+            ready = time.perf_counter() - began
+        start = time.perf_counter()
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        torch.cuda.synchronize()
+        took.append(time.perf_counter() - start)
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "step_s": round(statistics.median(took[warmup:]), 4),
+        "steps_s": [round(t, 4) for t in took],
+        "first_step_after_s": round(ready, 1),
+        "gpu_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "host_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
+        "losses": [round(x, 4) for x in losses],
+    }
+
+
+def run(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    """In a process of its own."""
+    command = [sys.executable, __file__, "--one", json.dumps(vars(case)), "--steps", str(args.steps)]
+    env = {**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=args.patience, env=env)
+    except subprocess.TimeoutExpired:
+        return {"case": case.name(), **vars(case), "error": f"more than {args.patience} s"}
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    found = json.loads(last) if done.returncode == 0 else {"error": done.stderr.strip()[-1500:]}
+    return {"case": case.name(), **vars(case), **found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--case", action="append", default=[], help='as JSON: {"size": "1.4B", "batch": 8, "how": "cpu"}'
+    )
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--patience", type=float, default=240.0, help="seconds for one case")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measure(Case(**json.loads(args.one)), args.steps, args.warmup)))
+        return
+    from paceline.files import write
+    from paceline.race import result
+
+    known = json.loads(args.out.read_text())["cases"] if args.out and args.out.exists() else []
+    for case in [Case(**json.loads(text)) for text in args.case] or CASES:
+        row = run(case, args)
+        print(
+            f"{row['case']:44s}",
+            row.get("error")
+            or f"{row['step_s']:7.3f} s  {row['gpu_gib']:6.1f} GiB on the GPU, {row['host_gib']:6.1f} on the host",
+            flush=True,
+        )
+        known = [old for old in known if old["case"] != row["case"]] + [row]
+        if args.out:
+            write(args.out, json.dumps({**result.header("offload_gpu"), "cases": known}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""What one worker owns of one parameter, and what its optimizer steps in that parameter's place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.bucket import Bucket, Slot, memory
+from paceline.comm import NARROW
+
+
+class Piece:
+    """What this worker owns of one parameter."""
+
+    remembers = False  # factors of its gradient, in place of multiplying it
+
+    def __init__(
+        self, b: Bucket, slot: Slot, start: int, stop: int, source: Tensor | None, home: Tensor | None = None
+    ) -> None:
+        """start, stop: in the bucket's flat vector. source: where this worker's slice of the parameters lives, if the
+        parameters themselves are not always there. home: where the master of that slice does, if not on the device.
+        """
+        self.bucket, self.slot, self.source = b, slot, source
+        self.inside = slice(start - slot.start, stop - slot.start)  # of the parameter
+        self.here = slice(start - b.own.start, stop - b.own.start)  # of this worker's slice
+        now, p = self.now(), slot.param
+        copied = source is None and now.untyped_storage().data_ptr() != p.untyped_storage().data_ptr()
+        self.apart = copied or p.dtype in NARROW or home is not None
+        wide = torch.float32 if p.dtype in NARROW else now.dtype
+        self.param = now.to(wide, copy=True) if self.apart else now  # what the optimizer steps
+        if home is not None:
+            self.param = home[self.here].copy_(now)
+
+    def now(self) -> Tensor:
+        """The parameter's own elements."""
+        return memory(self.slot.param)[self.inside] if self.source is None else self.source[self.here]
+
+    def grad(self) -> Tensor:
+        return self.bucket.kept[self.here]
+
+    def take(self) -> None:
+        """Before a step: what the parameter and its gradient are now."""
+        p = self.slot.param
+        self.follow()
+        if p.grad is None:
+            self.param.grad = None
+        elif p.grad is self.slot.shown:
+            self.param.grad = self.grad().to(self.param.dtype)
+        else:  # the user's own
+            self.param.grad = self.of(p.grad).to(self.param.dtype)
+
+    def follow(self) -> None:
+        """What the optimizer steps is what the parameter is now, where somebody has written into it."""
+        now = self.now()
+        if self.apart:
+            now = now.to(self.param.device)
+            known = self.param.to(now.dtype) == now
+            self.param.copy_(torch.where(known, self.param, now.to(self.param.dtype)))
+        else:
+            self.param.data = now  # p.data may be another than it was
+
+    def norm(self, p: float, dtype: torch.dtype) -> Tensor:
+        """Of its gradient."""
+        return torch.linalg.vector_norm(self.grad(), p, dtype=dtype)
+
+    def finite(self) -> Tensor:
+        """Is its gradient?"""
+        return self.grad().isfinite().all()
+
+    def scale(self, factor: Tensor | float) -> None:
+        """Remember to multiply its gradient."""
+        raise NotImplementedError
+
+    def of(self, x: Tensor) -> Tensor:
+        """This stretch of a tensor in the parameter's shape."""
+        like = torch.empty_like(self.slot.view, dtype=x.dtype, device=self.param.device)
+        return memory(like.copy_(x.to_dense() if x.is_sparse else x))[self.inside]

@@ -1,0 +1,265 @@
+"""State that is stepped on the host while the device computes: ZeRO-Offload.
+
+[Note: away] A bucket is away if the fp32 master of its parameters and the optimizer's moments are in the host's memory.
+Its gradients leave the device as soon as they are agreed on, while backward goes on. With Adam and AdamW the host then
+steps the bucket at once (kernels/adam.py), on a guess: that the step will be made, and that nobody scales the gradients
+first. The new parameters wait on the device, in memory that backward has given back, and `optimizer.step()` has little
+left to do but to put them in their place. So the parameters change where the user says so, and nowhere else.
+
+A guess that was wrong is undone: in a step that is given up, after a second backward, where gradients are clipped.
+Undoing is Adam's formula solved for what was before, exact to rounding. Whoever clips in one step probably clips in
+the next: it is then not guessed, and the host begins when `step` is called. Under a loss scaler nothing is ever
+guessed. `guess=False` never does.
+
+Other optimizers step their pieces on the host by themselves, when `step` is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+
+from paceline.bucket import Bucket
+from paceline.kernels import adam
+from paceline.shards.piece import Piece
+from paceline.stores import crew
+from paceline.stores.lanes import Lanes, Ring
+
+SHARE = 1 << 20  # elements that a thread steps at a time
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Wish(NamedTuple):
+    """A piece's step: how, which one, and with which multiple of the gradient."""
+
+    piece: AwayPiece
+    how: adam.Adam
+    t: int
+    scale: float
+
+
+class Made(NamedTuple):
+    """What became of a bucket: steps, and its new parameters on the device, if there was room."""
+
+    wishes: list[Wish]
+    there: Tensor | None
+
+
+class AwayPiece(Piece):
+    """A piece of a bucket that is away. Factors of its gradient are remembered, not multiplied."""
+
+    away: Away
+
+    def __init__(self, *args: Any, away: Away) -> None:
+        self.away = away
+        self.factors: list[Tensor | float] = []
+        super().__init__(*args, home=away.p)
+
+    @property
+    def remembers(self) -> bool:
+        return self.away.handed
+
+    def grad(self) -> Tensor:
+        self.away.wait()
+        return super().grad()
+
+    def scale(self, factor: Tensor | float) -> None:
+        self.factors.append(factor)
+
+    def norm(self, p: float, dtype: torch.dtype) -> Tensor:
+        known = p == 2 and self.away.handed
+        norm = self.away.norm_of[self].to(dtype) if known else super().norm(p, dtype).to(self.bucket.device)
+        for factor in self.factors:
+            norm = norm * (factor.abs().to(norm) if isinstance(factor, Tensor) else abs(factor))
+        return norm
+
+    def finite(self) -> Tensor:
+        return self.away.norm_of[self].isfinite() if self.away.handed else super().finite()
+
+    def take(self) -> None:
+        """Before the optimizer's own step."""
+        p = self.slot.param
+        if p.grad is None:
+            self.param.grad = None
+        elif p.grad is self.slot.shown:
+            self.param.grad = self.grad().to(self.param.dtype, copy=True).mul_(self.taken({}))
+        else:
+            self.param.grad = self.of(p.grad).to(self.param)
+
+    def taken(self, values: dict[int, float]) -> float:
+        """The product of its factors, of which the tensors' values are given by id. They are then forgotten."""
+        product = 1.0
+        for factor in self.factors:
+            product *= values[id(factor)] if isinstance(factor, Tensor) else factor
+        self.factors.clear()
+        return product
+
+
+class Away:
+    """One bucket: [Note: away]."""
+
+    def __init__(self, b: Bucket, length: int, lanes: Lanes, ring: Ring, threads: crew.Crew) -> None:
+        self.bucket, self.lanes, self.ring, self.crew = b, lanes, ring, threads
+        self.p = lanes.vector(length, torch.promote_types(b.flat.dtype, torch.float32))
+        self.g = lanes.vector(length, b.flat.dtype, pin=True)
+        self.norm_of: dict[AwayPiece, Tensor] = {}  # of g as it came
+        self.pieces: list[AwayPiece] = []
+        self._moments: list[Tensor] = []
+        self._came: Callable[[], None] | None = None  # wait until g is here
+        self._finite = lanes.vector(1, torch.float32, pin=True)  # a sum of norms, of which that can be seen
+        self._job: Future[Made | None] | None = None
+        self._asked = False  # the user has, for what the job does
+        self._known: Any = None  # of the parameters, as they were published
+
+    @property
+    def handed(self) -> bool:
+        """Is what the bucket keeps here?"""
+        return self.bucket.kept is self.g
+
+    def wait(self) -> None:
+        if self._came is not None:
+            self._came()
+            self._came = None
+
+    def hand(self, mean: Tensor, guess: list[Wish] | None) -> None:
+        """This worker's slice of a mean leaves the device; with a guess, the host goes on with it."""
+        self.take_back()
+        self.wait()
+        norms = torch._foreach_norm([mean[piece.here] for piece in self.pieces], 2, torch.float32)
+        self.norm_of = dict(zip(self.pieces, norms, strict=True))
+        total = torch.stack([*norms, mean.new_zeros((), dtype=torch.float32)]).sum().reshape(1)
+        self._came = self.lanes.out([(mean, self.g), (total, self._finite)])
+        self.bucket.kept = self.g
+        for piece in self.pieces:
+            piece.factors.clear()
+        if guess:
+            self._job = self.crew.submit(self._step, guess, self._came, True)
+
+    def wishes(self, optimizer: Optimizer, scales: Sequence[float] | None = None) -> list[Wish] | None:
+        """A step of every piece that has a gradient; None where the optimizer must do it by itself."""
+        if type(optimizer) not in (Adam, AdamW) or self.p.dtype != torch.float32:
+            return None
+        group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        wishes = []
+        for piece, scale in zip(self.pieces, scales or [1.0] * len(self.pieces), strict=True):
+            group = group_of[id(piece.slot.param)]
+            decoupled = isinstance(optimizer, AdamW) or bool(group.get("decoupled_weight_decay"))
+            how = adam.of(group, decoupled)
+            if how is None:
+                return None
+            wishes.append(Wish(piece, how, self._steps(piece, optimizer) + 1, scale))
+        return wishes
+
+    def _steps(self, piece: AwayPiece, optimizer: Optimizer) -> int:
+        """How many it has had. Its moments are then in this bucket's vectors, wherever they came from."""
+        if not self._moments:
+            self._moments = [self.lanes.vector(self.p.numel(), torch.float32) for _ in _MOMENTS]
+        known = optimizer.state.get(piece.param)
+        if not known:
+            return 0
+        for key, vector in zip(_MOMENTS, self._moments, strict=True):
+            mine = vector[piece.here]
+            if known[key].data_ptr() != mine.data_ptr():
+                known[key] = mine.copy_(known[key])
+        return int(known["step"])
+
+    # ------------------------------------------------------------------------------------------------ the step
+
+    def ask(self, wishes: list[Wish]) -> None:
+        """The user's step: what was guessed, if that is what he wants; else it is begun now."""
+        made = self._result() if self._job else None
+        if made is None or made.wishes != wishes:
+            self.take_back()
+            self._job = self.crew.submit(self._step, wishes, self.wait, False)
+        self._asked = True
+
+    def finish(self, optimizer: Optimizer) -> Tensor:
+        """... and its end: this worker's slice of the new parameters, on the device."""
+        made = self._result()
+        self._job, self._asked = None, False
+        assert made is not None
+        for wish in made.wishes:
+            mine = [vector[wish.piece.here] for vector in self._moments]
+            state = optimizer.state[wish.piece.param]
+            state.update(step=torch.tensor(float(wish.t)), **dict(zip(_MOMENTS, mine, strict=True)))
+        if made.there is None:
+            return self.p.to(self.g.dtype).to(self.bucket.device)
+        self.lanes.arrive(made.there)
+        return made.there
+
+    def take_back(self) -> None:
+        """What was stepped on a guess, and that nobody has asked for, was not."""
+        if self._job is None or self._asked:
+            return
+        made, self._job = self._result(), None
+        if made is not None:
+            self.crew.each(_undo, list(self._shares(made.wishes)))
+
+    def _result(self) -> Made | None:
+        assert self._job is not None
+        return crew.result(self._job, f"the step of {self.bucket} on the host")
+
+    def _step(self, wishes: list[Wish], came: Callable[[], None], guess: bool) -> Made | None:
+        came()
+        if guess and not bool(self._finite.isfinite()):
+            return None  # nothing would bring the moments back; and the step will hardly be made
+        out = self.ring.take(self.p.numel(), self.g.dtype)
+        for piece in {*self.pieces} - {wish.piece for wish in wishes}:
+            out[piece.here].copy_(piece.param)
+        self.crew.each(_do, [(*share, out) for share in self._shares(wishes)])
+        try:
+            there, sent = self.lanes.back(out)
+        except torch.OutOfMemoryError:
+            self.ring.give(lambda: None)
+            return Made(wishes, None)
+        self.ring.give(sent)
+        return Made(wishes, there)
+
+    def _shares(self, wishes: Sequence[Wish]) -> Sequence[tuple[Away, Wish, slice]]:
+        return [
+            (self, wish, slice(start, min(start + SHARE, wish.piece.here.stop)))
+            for wish in wishes
+            for start in range(wish.piece.here.start, wish.piece.here.stop, SHARE)
+        ]
+
+    def vectors(self, at: slice) -> list[Tensor]:
+        return [x[at] for x in (self.p, *self._moments, self.g)]
+
+    # ------------------------------------------------------------------------------------------------ the parameters
+
+    def _marks(self) -> tuple[list[int], list[Tensor]]:
+        now = [piece.now() for piece in self.pieces]
+        return [x._version for x in now], list(torch._foreach_norm(now, 2, torch.float32)) if now else []
+
+    def published(self) -> None:
+        """The parameters are what their masters say."""
+        self._known = self._marks()
+
+    def changes(self) -> Tensor:
+        """Somebody has written into the parameters since: one number, which is then not zero."""
+        if self._known is None:
+            return torch.zeros((), device=self.bucket.device)
+        (versions, norms), (old_versions, old_norms) = self._marks(), self._known
+        if versions != old_versions:
+            return torch.ones((), device=self.bucket.device)
+        different = [a != b for a, b in zip(norms, old_norms, strict=True)]
+        return torch.stack(different).any().float() if different else torch.zeros((), device=self.bucket.device)
+
+    def follow(self) -> None:
+        """The masters of parameters that somebody has written into."""
+        self.take_back()
+        for piece in self.pieces:
+            piece.follow()
+
+
+def _do(away: Away, wish: Wish, at: slice, out: Tensor) -> None:
+    adam.step(wish.how, wish.t, *away.vectors(at), out[at], scale=wish.scale)
+
+
+def _undo(away: Away, wish: Wish, at: slice) -> None:
+    adam.undo(wish.how, wish.t, *away.vectors(at), scale=wish.scale)

@@ -1,0 +1,106 @@
+"""Copies between the device and the host, beside the computing.
+
+Without an accelerator host and device are one, and a copy is a plain copy: so everything here runs on any machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+_PAGE = mmap.PAGESIZE
+
+
+class Lanes:
+    """One lane out of the device and one back, each in order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.cuda = device.type == "cuda"
+        self._out, self._back = [torch.cuda.Stream(device) if self.cuda else None for _ in range(2)]
+
+    def out(self, pairs: list[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        """Copy from the device, as it is when what was launched so far has run: (there, host) each. Gives a wait."""
+        with self._on(self._out):
+            for there, host in pairs:
+                host.copy_(there, non_blocking=True)
+                if self.cuda:
+                    there.record_stream(self._out)  # its memory may be given back meanwhile
+            return self._event(self._out)
+
+    def back(self, host: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """A copy on the device, and a wait until `host` may be written again. The copy is for `arrive`."""
+        if not self.cuda:
+            return host.clone(), _at_once
+        with torch.cuda.stream(self._back):
+            there = torch.empty_like(host, device=self.device)
+            there.copy_(host, non_blocking=True)
+            return there, self._event(self._back)
+
+    def arrive(self, *theres: Tensor) -> None:
+        """What was sent back so far may be used by what is launched from now on."""
+        if self.cuda:
+            now = torch.cuda.current_stream(self.device)
+            now.wait_stream(self._back)
+            for there in theres:
+                there.record_stream(now)
+
+    @contextlib.contextmanager
+    def _on(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        if stream is None:
+            yield
+            return
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            yield
+
+    def _event(self, stream: torch.cuda.Stream | None) -> Callable[[], None]:
+        if stream is None:
+            return _at_once
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event.synchronize
+
+    def vector(self, n: int, dtype: torch.dtype, *, pin: bool = False) -> Tensor:
+        """Host memory in large pages, zero. pin: the device may read and write it by itself.
+
+        Not by torch's own allocator of pinned memory: it rounds up to a power of two, which for most of a host's
+        memory is too much.
+        """
+        if n == 0:
+            return torch.empty(0, dtype=dtype)
+        nbytes = -(-n * dtype.itemsize // _PAGE) * _PAGE
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        x = torch.frombuffer(memory, dtype=torch.uint8)
+        if pin and self.cuda:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(x.data_ptr(), nbytes, 0))
+        return x[: n * dtype.itemsize].view(dtype)
+
+
+def _at_once() -> None:
+    pass
+
+
+class Ring:
+    """A few pinned vectors that take turns: each is handed out again when the copy that reads it has ended."""
+
+    def __init__(self, lanes: Lanes, count: int) -> None:
+        self._lanes, self._free = lanes, [(torch.empty(0, dtype=torch.uint8), _at_once)] * count
+
+    def take(self, n: int, dtype: torch.dtype) -> Tensor:
+        x, wait = self._free.pop(0)
+        wait()
+        if x.nbytes < n * dtype.itemsize:
+            x = self._lanes.vector(n * dtype.itemsize, torch.uint8, pin=True)
+        self._taken = x
+        return x[: n * dtype.itemsize].view(dtype)
+
+    def give(self, wait: Callable[[], None]) -> None:
+        """The one taken last; not before `wait` returns."""
+        self._free.append((self._taken, wait))

@@ -1,0 +1,92 @@
+"""All buckets of one optimizer that are away, and what they share: lanes, threads, and trust in a guess."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from paceline.bucket import Bucket
+from paceline.stores.away import Away, AwayPiece, Wish
+from paceline.stores.crew import Crew
+from paceline.stores.lanes import Lanes, Ring
+
+if TYPE_CHECKING:
+    from paceline.exchange import Exchange
+
+_RING = 4
+
+
+class Offload:
+    """[Note: away] in away.py."""
+
+    def __init__(self, device: torch.device, *, guess: bool, threads: int) -> None:
+        self.lanes, self.crew = Lanes(device), Crew(threads)
+        self.ring = Ring(self.lanes, _RING)
+        self.of: dict[int, Away] = {}  # by bucket
+        self.new: dict[int, Tensor] = {}  # ... its parameters after a step, until they are published
+        self.guess = self.trusts = guess
+
+    def add(self, b: Bucket) -> Away:
+        away = self.of[b.index] = Away(b, b.own.stop - b.own.start, self.lanes, self.ring, self.crew)
+        return away
+
+    def hand(self, b: Bucket, ex: Exchange) -> None:
+        """What is kept of a mean leaves the device, unless something is still to become of it there."""
+        if b.index in self.of and b.aside is None and ex.loss_scale() is None:
+            away = self.of[b.index]
+            sure = all(piece.slot.arrived for piece in away.pieces)
+            away.hand(b.kept, away.wishes(ex.optimizer) if self.trusts and sure else None)
+
+    def begin(self, ex: Exchange) -> list[AwayPiece]:
+        """The user's step, for what is stepped here. Gives the pieces that the optimizer must step itself."""
+        self._follow()
+        scales = self._scales()
+        self.trusts = self.guess and all(scale == 1.0 for scale in scales.values())
+        left: list[AwayPiece] = []
+        for away in self.of.values():
+            if not away.handed:
+                away.hand(away.bucket.kept, None)
+            own = [piece for piece in away.pieces if piece.slot.param.grad is not None]
+            theirs = any(piece.slot.param.grad is not piece.slot.shown for piece in own)
+            wishes = None if theirs else away.wishes(ex.optimizer, [scales[piece] for piece in away.pieces])
+            if wishes is None:
+                away.take_back()
+                left += away.pieces
+                for piece in away.pieces:
+                    piece.scale(scales[piece])
+            else:
+                away.ask([wish for wish in wishes if wish.piece in own])
+        return left
+
+    def _follow(self) -> None:
+        aways = list(self.of.values())
+        if aways:
+            changed = torch.stack([away.changes() for away in aways]).tolist()
+            for away, it in zip(aways, changed, strict=True):
+                if it:
+                    away.follow()
+
+    def _scales(self) -> dict[AwayPiece, float]:
+        """By what each gradient is to be multiplied: the device is asked once."""
+        pieces = [piece for away in self.of.values() for piece in away.pieces]
+        tensors = {id(x): x for piece in pieces for x in piece.factors if isinstance(x, Tensor)}
+        stacked = [x.detach().reshape(()).to(self.lanes.device, torch.float64) for x in tensors.values()]
+        values = dict(zip(tensors, torch.stack(stacked).tolist(), strict=True)) if stacked else {}
+        return {piece: piece.taken(values) for piece in pieces}
+
+    def end(self, ex: Exchange, left: list[AwayPiece]) -> None:
+        """The optimizer has stepped what it was left with."""
+        by_itself = {id(piece.away) for piece in left}
+        for index, away in self.of.items():
+            new = away.p.to(away.g.dtype).to(self.lanes.device) if id(away) in by_itself else away.finish(ex.optimizer)
+            self.new[index] = new
+
+    def take_back(self) -> None:
+        """Before somebody looks at the state."""
+        for away in self.of.values():
+            away.take_back()
+
+
+__all__ = ["Away", "AwayPiece", "Offload", "Wish"]
