@@ -1,0 +1,190 @@
+"""Adam and AdamW on the CPU, in one pass over memory: what a worker whose optimizer state is on the host steps with.
+
+m ← β1·m + (1 − β1)·g        v ← β2·v + (1 − β2)·g²        p ← p·(1 − lr·λ) − lr/(1 − β1^t) · m / (√(v/(1 − β2^t)) + ε)
+
+The weights p and the moments m, v are fp32; g may be the bf16 gradient that came from the device, and `out` gets the
+new weights in the type they go back in. That is 28 bytes a parameter, each moved once, by a loop that numba compiles
+(`one_pass.py`), with the bits of torch's fused Adam. Without numba torch's operations do the same to rounding, a piece
+that fits the cache at a time.
+
+Both let go of Python's lock: several threads may step pieces of one vector at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.errors import UsageError
+
+CHUNK = 1 << 15  # elements: what torch's operations touch of them stays in a core's own cache
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam:
+    """The settings of one parameter group. decoupled: AdamW's weight decay, otherwise Adam's, as part of g."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    maximize: bool
+
+
+class Rates(NamedTuple):
+    """What the inner loop multiplies with at step t."""
+
+    scale: float  # of g; negative to maximize
+    l2: float  # the weight decay that is part of g
+    keep: float  # of p: 1 − lr·λ
+    beta1: float
+    rest1: float  # 1 − β1
+    beta2: float
+    rest2: float  # 1 − β2
+    size: float  # −lr/(1 − β1^t)
+    root: float  # √(1 − β2^t)
+    eps: float
+
+
+def of(group: Mapping[str, Any], decoupled: bool) -> Adam | None:
+    """The settings in a param group of torch's Adam or AdamW; None where it asks for what is not done here."""
+    if group.get("amsgrad") or "betas" not in group:
+        return None
+    beta1, beta2 = group["betas"]
+    return Adam(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        decoupled=decoupled,
+        maximize=bool(group.get("maximize", False)),
+    )
+
+
+def step(
+    a: Adam, t: int, p: Tensor, m: Tensor, v: Tensor, g: Tensor, out: Tensor | None = None, *, scale: float = 1.0
+) -> None:
+    """Step t, counted from 1, of p, m and v with the gradient scale·g. The new p also goes into `out`, rounded to
+    its type; it may be the very memory of g. The first call for a pair of types compiles; an empty one does only that.
+    """
+    _check(t, p=p, m=m, v=v, g=g, **({} if out is None else {"out": out}))
+    c = _rates(a, t, scale)
+    if (loops := _compiled()) is None:
+        _step(c, p, m, v, g, out)
+    elif out is None:
+        loops.step(*map(_array, (p, m, v, g)), _single(c))
+    elif out.data_ptr() == g.data_ptr() and out.dtype == g.dtype:
+        loops.step_over(*map(_array, (p, m, v, g)), _single(c))
+    else:
+        loops.step_into(*map(_array, (p, m, v, g, out)), _single(c))
+
+
+def undo(a: Adam, t: int, p: Tensor, m: Tensor, v: Tensor, g: Tensor, *, scale: float = 1.0) -> None:
+    """p, m and v as they were before step t with this gradient, to rounding. Where g was not finite nothing brings
+    them back; where a β is 0 its moment becomes 0, which the next step does not look at.
+    """
+    _check(t, p=p, m=m, v=v, g=g)
+    c = _rates(a, t, scale)
+    if (loops := _compiled()) is None:
+        _undo(c, p, m, v, g)
+    else:
+        loops.undo(*map(_array, (p, m, v, g)), _single(c))
+
+
+def compiled() -> bool:
+    """Whether numba is there, and so one pass is one pass."""
+    return _compiled() is not None
+
+
+@functools.cache
+def _compiled() -> Any:
+    try:
+        return importlib.import_module("paceline.kernels.one_pass")
+    except ImportError:
+        return None
+
+
+def _check(t: int, **tensors: Tensor) -> None:
+    if t < 1:
+        raise UsageError(f"step {t} of Adam", why="steps are counted from 1: the bias corrections divide by 1 − β^t")
+    n = tensors["p"].numel()
+    for name, x in tensors.items():
+        known = _DTYPES if name in ("g", "out") else _DTYPES[:1]
+        if x.dtype not in known or x.device.type != "cpu" or x.shape != (n,) or not x.is_contiguous():
+            raise UsageError(
+                f"{name} is a {x.dtype} tensor {list(x.shape)} on {x.device}",
+                why=f"Adam on the CPU steps flat contiguous CPU tensors of one length, here {n}",
+                do=f"give {name} as {' or '.join(str(d).removeprefix('torch.') for d in known)} [{n}]",
+            )
+
+
+def _rates(a: Adam, t: int, scale: float) -> Rates:
+    """In float64, as torch has it."""
+    return Rates(
+        scale=-scale if a.maximize else scale,
+        l2=0.0 if a.decoupled else a.weight_decay,
+        keep=1 - a.lr * a.weight_decay if a.decoupled else 1.0,
+        beta1=a.beta1,
+        rest1=1 - a.beta1,
+        beta2=a.beta2,
+        rest2=1 - a.beta2,
+        size=-a.lr / (1 - a.beta1**t),
+        root=math.sqrt(1 - a.beta2**t),
+        eps=a.eps,
+    )
+
+
+def _single(c: Rates) -> Rates:
+    return Rates._make(map(np.float32, c))
+
+
+def _array(x: Tensor) -> Any:
+    """The same memory for numba. [Note: bits] in one_pass.py says how it knows bf16 from fp16."""
+    x = x.detach()
+    if x.dtype is torch.float32:
+        return x.numpy()
+    return x.view(torch.int16 if x.dtype is torch.bfloat16 else torch.uint16).numpy()
+
+
+# ----------------------------------------------------------------------------------------------- without numba
+
+
+def _step(c: Rates, p: Tensor, m: Tensor, v: Tensor, g: Tensor, out: Tensor | None) -> None:
+    pieces = [x.detach().split(CHUNK) for x in (p, m, v, g, p if out is None else out)]
+    for p, m, v, g, out in zip(*pieces, strict=True):
+        x = _gradient(c, p, g)
+        m.lerp_(x, c.rest1)
+        v.mul_(c.beta2).addcmul_(x, x, value=c.rest2)
+        p.mul_(c.keep).add_(_change(c, m, v))
+        out.copy_(p)
+
+
+def _undo(c: Rates, p: Tensor, m: Tensor, v: Tensor, g: Tensor) -> None:
+    pieces = [x.detach().split(CHUNK) for x in (p, m, v, g)]
+    for p, m, v, g in zip(*pieces, strict=True):
+        p.sub_(_change(c, m, v)).div_(c.keep)
+        x = _gradient(c, p, g)
+        _ = m.sub_(x, alpha=c.rest1).div_(c.beta1) if c.beta1 else m.zero_()
+        _ = v.addcmul_(x, x, value=-c.rest2).div_(c.beta2).clamp_(min=0) if c.beta2 else v.zero_()
+
+
+def _change(c: Rates, m: Tensor, v: Tensor) -> Tensor:
+    """What a step adds to p."""
+    return m.mul(c.size).div_(v.sqrt().div_(c.root).add_(c.eps))
+
+
+def _gradient(c: Rates, p: Tensor, g: Tensor) -> Tensor:
+    x = g.to(torch.float32, copy=True).mul_(c.scale)
+    return x.add_(p, alpha=c.l2) if c.l2 else x
