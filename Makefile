@@ -44,6 +44,7 @@ bench: $(SETUP)  ## the figures behind the docs (tens of minutes; leave the mach
 	$(BIN)/python bench/telemetry.py --out bench/results/telemetry.json
 	$(BIN)/python bench/reducers.py --out bench/results/reducers.json
 	$(BIN)/python bench/parity.py --out bench/results/parity.json
+	$(BIN)/python bench/adam_cpu.py --out bench/results/adam_cpu.json
 
 bench-wire: $(SETUP)  ## shared memory, hosts, the order of bytes (half an hour; root for the shaped links)
 	$(BIN)/python bench/collectives.py --out bench/results/collectives.json

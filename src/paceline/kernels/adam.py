@@ -25,7 +25,7 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 
-CHUNK = 1 << 15  # elements: what torch's operations touch of them stays in a core's own cache
+CHUNK = 1 << 17  # elements: what torch's operations touch of them stays in the cache
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
