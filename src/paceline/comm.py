@@ -142,27 +142,35 @@ class DistComm(Lane):
         return self._op(label, x, dist.broadcast(x, group_src=root, group=self.group, async_op=True))
 
 
+class Here(Op):
+    """What is there already: nobody is kept waiting, and the coroutine goes on."""
+
+    def __await__(self) -> Generator[Op, None, Tensor]:
+        return self.wait()
+        yield self
+
+
 class Alone:
     """A world of one: everything is already agreed."""
 
     rank, world, sent = 0, 1, 0
 
-    def mean(self, x: Tensor) -> Op:
-        return Op(lambda: x)
+    def mean(self, x: Tensor) -> Here:
+        return Here(lambda: x)
 
     sum = scatter_mean = alltoall = mean
 
-    def gather(self, x: Tensor) -> Op:
-        return Op(lambda: x[None])
+    def gather(self, x: Tensor) -> Here:
+        return Here(lambda: x[None])
 
-    def swap(self, x: Tensor, peer: int) -> Op:
-        return Op(lambda: x)
+    def swap(self, x: Tensor, peer: int) -> Here:
+        return Here(lambda: x)
 
-    def broadcast(self, x: Tensor, root: int = 0) -> Op:
-        return Op(lambda: x)
+    def broadcast(self, x: Tensor, root: int = 0) -> Here:
+        return Here(lambda: x)
 
-    def shift(self, x: Tensor, by: int) -> Op:
-        return Op(lambda: x)
+    def shift(self, x: Tensor, by: int) -> Here:
+        return Here(lambda: x)
 
     def agree(self, what: str, text: str) -> None:
         pass

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from torch import Tensor
 from paceline.errors import UsageError
 
 CHUNK = 1 << 17  # elements: what torch's operations touch of them stays in the cache
+Stretch = Callable[[int, int], None]  # from where to where
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -79,28 +80,45 @@ def step(
     """Step t, counted from 1, of p, m and v with the gradient scale·g. The new p also goes into `out`, rounded to
     its type; it may be the very memory of g. The first call for a pair of types compiles; an empty one does only that.
     """
-    _check(t, p=p, m=m, v=v, g=g, **({} if out is None else {"out": out}))
-    c = _rates(a, t, scale)
-    if (loops := _compiled()) is None:
-        _step(c, p, m, v, g, out)
-    elif out is None:
-        loops.step(*map(_array, (p, m, v, g)), _single(c))
-    elif out.data_ptr() == g.data_ptr() and out.dtype == g.dtype:
-        loops.step_over(*map(_array, (p, m, v, g)), _single(c))
-    else:
-        loops.step_into(*map(_array, (p, m, v, g, out)), _single(c))
+    stepping(a, t, p, m, v, g, out, scale=scale)(0, p.numel())
 
 
 def undo(a: Adam, t: int, p: Tensor, m: Tensor, v: Tensor, g: Tensor, *, scale: float = 1.0) -> None:
     """p, m and v as they were before step t with this gradient, to rounding. Where g was not finite nothing brings
     them back; where a β is 0 its moment becomes 0, which the next step does not look at.
     """
+    undoing(a, t, p, m, v, g, scale=scale)(0, p.numel())
+
+
+def stepping(
+    a: Adam, t: int, p: Tensor, m: Tensor, v: Tensor, g: Tensor, out: Tensor | None = None, *, scale: float = 1.0
+) -> Stretch:
+    """`step`, by stretches: for threads that share the vectors. What can be got ready is, so each holds Python's lock
+    for a moment only.
+    """
+    _check(t, p=p, m=m, v=v, g=g, **({} if out is None else {"out": out}))
+    c = _rates(a, t, scale)
+    if (loops := _compiled()) is None:
+        return _by_stretches(_step, (p, m, v, g, p if out is None else out), c)
+    if out is None:
+        return _by_stretches(loops.step, map(_array, (p, m, v, g)), _single(c))
+    if out.data_ptr() == g.data_ptr() and out.dtype == g.dtype:
+        return _by_stretches(loops.step_over, map(_array, (p, m, v, g)), _single(c))
+    return _by_stretches(loops.step_into, map(_array, (p, m, v, g, out)), _single(c))
+
+
+def undoing(a: Adam, t: int, p: Tensor, m: Tensor, v: Tensor, g: Tensor, *, scale: float = 1.0) -> Stretch:
+    """`undo`, by stretches."""
     _check(t, p=p, m=m, v=v, g=g)
     c = _rates(a, t, scale)
     if (loops := _compiled()) is None:
-        _undo(c, p, m, v, g)
-    else:
-        loops.undo(*map(_array, (p, m, v, g)), _single(c))
+        return _by_stretches(_undo, (p, m, v, g), c)
+    return _by_stretches(loops.undo, map(_array, (p, m, v, g)), _single(c))
+
+
+def _by_stretches(loop: Callable[..., None], vectors: Iterable[Any], c: Rates) -> Stretch:
+    whole = tuple(vectors)
+    return lambda start, stop: loop(*(x[start:stop] for x in whole), c)
 
 
 def compiled() -> bool:
@@ -161,8 +179,8 @@ def _array(x: Tensor) -> Any:
 # ----------------------------------------------------------------------------------------------- without numba
 
 
-def _step(c: Rates, p: Tensor, m: Tensor, v: Tensor, g: Tensor, out: Tensor | None) -> None:
-    pieces = [x.detach().split(CHUNK) for x in (p, m, v, g, p if out is None else out)]
+def _step(p: Tensor, m: Tensor, v: Tensor, g: Tensor, out: Tensor, c: Rates) -> None:
+    pieces = [x.detach().split(CHUNK) for x in (p, m, v, g, out)]
     for p, m, v, g, out in zip(*pieces, strict=True):
         x = _gradient(c, p, g)
         m.lerp_(x, c.rest1)
@@ -171,7 +189,7 @@ def _step(c: Rates, p: Tensor, m: Tensor, v: Tensor, g: Tensor, out: Tensor | No
         out.copy_(p)
 
 
-def _undo(c: Rates, p: Tensor, m: Tensor, v: Tensor, g: Tensor) -> None:
+def _undo(p: Tensor, m: Tensor, v: Tensor, g: Tensor, c: Rates) -> None:
     pieces = [x.detach().split(CHUNK) for x in (p, m, v, g)]
     for p, m, v, g in zip(*pieces, strict=True):
         p.sub_(_change(c, m, v)).div_(c.keep)

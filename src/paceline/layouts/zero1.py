@@ -43,6 +43,8 @@ class Zero1(Shards):
         """This worker's slice of the parameters."""
         if self.offload and b.index in self.offload.new:
             return self.offload.new.pop(b.index)
+        if b.index in self.masters:
+            return self.masters[b.index].to(b.flat.dtype)
         x = torch.zeros(b.own.stop - b.own.start, dtype=b.flat.dtype, device=b.device)
         if pieces := self.pieces[b.index]:
             torch._foreach_copy_([x[piece.here] for piece in pieces], [piece.param for piece in pieces])

@@ -58,10 +58,11 @@ class Zero3(Shards):
             for index, pieces in self.pieces.items():
                 if index in new:
                     self.loans.of[index].mine.copy_(new.pop(index))
-                    self.published(pieces[0].bucket)
-                    continue
-                for piece in pieces:
-                    if piece.apart:
+                    self.published(self.loans.of[index].bucket)
+                elif index in self.masters:
+                    self.loans.of[index].mine.copy_(self.masters[index])
+                else:
+                    for piece in (piece for piece in pieces if piece.apart):
                         piece.now().copy_(piece.param)
         return result
 

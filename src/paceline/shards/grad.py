@@ -80,9 +80,9 @@ _foreach_utils._foreach_supported_types.append(SlicedGrad)  # type: ignore[arg-t
 def _here(grads: Sequence[Tensor]) -> tuple[list[Piece], list[Tensor]]:
     """What of them is on this worker: pieces that remember factors, and memory. What is not in slices is memory."""
     pieces = [piece for grad in grads if isinstance(grad, SlicedGrad) for piece in grad.pieces]
-    memory = [piece.grad() for piece in pieces if not piece.remembers]
+    memory = [piece.grad() for piece in pieces if not piece.remembers()]
     memory += [grad for grad in grads if not isinstance(grad, SlicedGrad)]
-    return [piece for piece in pieces if piece.remembers], memory
+    return [piece for piece in pieces if piece.remembers()], memory
 
 
 def _each(name: str, grads: Sequence[Tensor], rest: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,8 +13,6 @@ from paceline.comm import NARROW
 
 class Piece:
     """What this worker owns of one parameter."""
-
-    remembers = False  # factors of its gradient, in place of multiplying it
 
     def __init__(
         self, b: Bucket, slot: Slot, start: int, stop: int, source: Tensor | None, home: Tensor | None = None
@@ -40,14 +40,18 @@ class Piece:
 
     def take(self) -> None:
         """Before a step: what the parameter and its gradient are now."""
-        p = self.slot.param
         self.follow()
+        self.show(None)
+
+    def show(self, mean: Tensor | None) -> None:
+        """The optimizer finds a gradient of what it steps: that of the parameter. mean: if it is already wide."""
+        p = self.slot.param
         if p.grad is None:
             self.param.grad = None
         elif p.grad is self.slot.shown:
-            self.param.grad = self.grad().to(self.param.dtype)
+            self.param.grad = self.grad().to(self.param.dtype) if mean is None else mean
         else:  # the user's own
-            self.param.grad = self.of(p.grad).to(self.param.dtype)
+            self.param.grad = self.of(p.grad).to(self.param)
 
     def follow(self) -> None:
         """What the optimizer steps is what the parameter is now, where somebody has written into it."""
@@ -61,17 +65,37 @@ class Piece:
 
     def norm(self, p: float, dtype: torch.dtype) -> Tensor:
         """Of its gradient."""
-        return torch.linalg.vector_norm(self.grad(), p, dtype=dtype)
+        norm: Tensor = torch.linalg.vector_norm(self.grad(), p, dtype=dtype)
+        return norm
 
     def finite(self) -> Tensor:
         """Is its gradient?"""
-        return self.grad().isfinite().all()
+        finite: Tensor = torch.isfinite(self.grad()).all()
+        return finite
+
+    def remembers(self) -> bool:
+        """Factors of its gradient, in place of multiplying it?"""
+        return False
 
     def scale(self, factor: Tensor | float) -> None:
-        """Remember to multiply its gradient."""
+        """... which is one."""
         raise NotImplementedError
 
     def of(self, x: Tensor) -> Tensor:
         """This stretch of a tensor in the parameter's shape."""
         like = torch.empty_like(self.slot.view, dtype=x.dtype, device=self.param.device)
         return memory(like.copy_(x.to_dense() if x.is_sparse else x))[self.inside]
+
+
+def take_all(pieces: Sequence[Piece], master: Tensor) -> None:
+    """`take` for all pieces of a bucket whose masters lie in one vector: a few operations in place of a few each."""
+    if not pieces:
+        return
+    b, now = pieces[0].bucket, pieces[0].source
+    if now is None:
+        now = torch.empty_like(master, dtype=b.flat.dtype)
+        torch._foreach_copy_([now[piece.here] for piece in pieces], [piece.now() for piece in pieces])
+    master.copy_(torch.where(master.to(now.dtype) == now, master, now.to(master.dtype)))
+    mean = b.kept.to(master.dtype)
+    for piece in pieces:
+        piece.show(mean[piece.here])

@@ -26,13 +26,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from paceline.bucket import Bucket, Slot
+from paceline.bucket import Bucket
 from paceline.comm import NARROW
 from paceline.knobs import knob
 from paceline.parts import Layout
 from paceline.shards import elementwise, hooks, whole
 from paceline.shards.grad import SlicedGrad
-from paceline.shards.piece import Piece
+from paceline.shards.piece import Piece, take_all
 from paceline.stores.away import AwayPiece
 from paceline.stores.offload import Offload
 
@@ -50,11 +50,12 @@ class Shards(Layout):
     store: Literal["device", "cpu"] = knob("device", "where the optimizer's state lives")
     device_gb: float = knob(0.0, "with store=cpu: how much of it stays on the device all the same", unit="GB", low=0.0)
     guess: bool = knob(True, "with store=cpu: step a bucket as soon as its gradients are there; undone if need be")
-    threads: int = knob(0, "with store=cpu: threads that step there; 0: all cores but one", low=0)
+    threads: int = knob(0, "with store=cpu: threads that step there; 0: three quarters of the cores", low=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.pieces: dict[int, list[Piece]] = {}  # by bucket
+        self.masters: dict[int, Tensor] = {}  # by bucket of 16-bit parameters: the fp32 masters of its pieces
         self.offload: Offload | None = None  # of buckets whose state is not on the device
         self._hooks: list[RemovableHandle] = []
         self._shared: Any = None  # the optimizer's state, while it shows a whole one
@@ -85,7 +86,9 @@ class Shards(Layout):
         ends = [(s, max(s.start, b.own.start), min(s.stop, b.own.stop)) for s in b.slots]
         ends = [(s, start, stop) for s, start, stop in ends if start < stop]
         if away is None:
-            return [Piece(b, *end, source) for end in ends]
+            if b.flat.dtype in NARROW:
+                self.masters[b.index] = torch.zeros_like(b.flat[b.own], dtype=torch.float32)
+            return [Piece(b, *end, source, home=self.masters.get(b.index)) for end in ends]
         away.pieces = [AwayPiece(b, *end, source, away=away) for end in ends]
         away.published()
         return [*away.pieces]
@@ -128,8 +131,11 @@ class Shards(Layout):
         mine = [piece for pieces in self.pieces.values() for piece in pieces if not isinstance(piece, AwayPiece)]
         with torch.no_grad():
             left = self.offload.begin(ex) if self.offload else []
+            for index, master in self.masters.items():
+                take_all(self.pieces[index], master)
             for piece in (*mine, *left):
-                piece.take()
+                if piece.bucket.index not in self.masters:
+                    piece.take()
         try:
             with _holding(ex.optimizer, [*mine, *left]):
                 result = step()
@@ -152,6 +158,7 @@ class Shards(Layout):
             hook.remove()
         self.pieces.clear()
         self._hooks.clear()
+        self.masters.clear()
         self.offload = None
 
     def _take_back(self) -> None:

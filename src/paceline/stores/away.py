@@ -16,22 +16,24 @@ Other optimizers step their pieces on the host by themselves, when `step` is cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
-from paceline.bucket import Bucket
+from paceline.bucket import Bucket, Slot
 from paceline.kernels import adam
 from paceline.shards.piece import Piece
 from paceline.stores import crew
 from paceline.stores.lanes import Lanes, Ring
 
-SHARE = 1 << 20  # elements that a thread steps at a time
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+Groups = Mapping[int, adam.Adam | None]  # how a parameter (by id) is stepped; None: not by us
 
 
 class Wish(NamedTuple):
@@ -55,12 +57,11 @@ class AwayPiece(Piece):
 
     away: Away
 
-    def __init__(self, *args: Any, away: Away) -> None:
+    def __init__(self, b: Bucket, slot: Slot, start: int, stop: int, source: Tensor | None, *, away: Away) -> None:
         self.away = away
         self.factors: list[Tensor | float] = []
-        super().__init__(*args, home=away.p)
+        super().__init__(b, slot, start, stop, source, home=away.p)
 
-    @property
     def remembers(self) -> bool:
         return self.away.handed
 
@@ -82,14 +83,8 @@ class AwayPiece(Piece):
         return self.away.norm_of[self].isfinite() if self.away.handed else super().finite()
 
     def take(self) -> None:
-        """Before the optimizer's own step."""
-        p = self.slot.param
-        if p.grad is None:
-            self.param.grad = None
-        elif p.grad is self.slot.shown:
-            self.param.grad = self.grad().to(self.param.dtype, copy=True).mul_(self.taken({}))
-        else:
-            self.param.grad = self.of(p.grad).to(self.param)
+        """Before the optimizer's own step: [Note: away] has followed already."""
+        self.show(self.grad().to(self.param.dtype, copy=True).mul_(self.taken({})))
 
     def taken(self, values: dict[int, float]) -> float:
         """The product of its factors, of which the tensors' values are given by id. They are then forgotten."""
@@ -130,28 +125,27 @@ class Away:
         """This worker's slice of a mean leaves the device; with a guess, the host goes on with it."""
         self.take_back()
         self.wait()
-        norms = torch._foreach_norm([mean[piece.here] for piece in self.pieces], 2, torch.float32)
-        self.norm_of = dict(zip(self.pieces, norms, strict=True))
-        total = torch.stack([*norms, mean.new_zeros((), dtype=torch.float32)]).sum().reshape(1)
-        self._came = self.lanes.out([(mean, self.g), (total, self._finite)])
+        norms = torch._foreach_norm([mean[piece.here] for piece in self.pieces], 2, torch.float32) or [mean.sum()]
+        self.norm_of = dict(zip(self.pieces, norms, strict=False))
+        self._came = self.lanes.out([(mean, self.g), (torch.stack(norms).sum(0, keepdim=True), self._finite)])
         self.bucket.kept = self.g
         for piece in self.pieces:
             piece.factors.clear()
         if guess:
-            self._job = self.crew.submit(self._step, guess, self._came, True)
+            self._begin(guess, self._came, guess=True)
 
-    def wishes(self, optimizer: Optimizer, scales: Sequence[float] | None = None) -> list[Wish] | None:
-        """A step of every piece that has a gradient; None where the optimizer must do it by itself."""
-        if type(optimizer) not in (Adam, AdamW) or self.p.dtype != torch.float32:
+    def wishes(
+        self, optimizer: Optimizer, groups: Groups, scales: Mapping[AwayPiece, float] | None = None
+    ) -> list[Wish] | None:
+        """A step of every piece; None where the optimizer must do it by itself."""
+        if self.p.dtype != torch.float32:
             return None
-        group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         wishes = []
-        for piece, scale in zip(self.pieces, scales or [1.0] * len(self.pieces), strict=True):
-            group = group_of[id(piece.slot.param)]
-            decoupled = isinstance(optimizer, AdamW) or bool(group.get("decoupled_weight_decay"))
-            how = adam.of(group, decoupled)
+        for piece in self.pieces:
+            how = groups[id(piece.slot.param)]
             if how is None:
                 return None
+            scale = scales[piece] if scales is not None else 1.0
             wishes.append(Wish(piece, how, self._steps(piece, optimizer) + 1, scale))
         return wishes
 
@@ -175,7 +169,7 @@ class Away:
         made = self._result() if self._job else None
         if made is None or made.wishes != wishes:
             self.take_back()
-            self._job = self.crew.submit(self._step, wishes, self.wait, False)
+            self._begin(wishes, self.wait, guess=False)
         self._asked = True
 
     def finish(self, optimizer: Optimizer) -> Tensor:
@@ -198,57 +192,80 @@ class Away:
             return
         made, self._job = self._result(), None
         if made is not None:
-            self.crew.each(_undo, list(self._shares(made.wishes)))
+            self.crew.all(self.p.numel(), self._work(adam.undoing, made.wishes))
 
     def _result(self) -> Made | None:
         assert self._job is not None
         return crew.result(self._job, f"the step of {self.bucket} on the host")
 
-    def _step(self, wishes: list[Wish], came: Callable[[], None], guess: bool) -> Made | None:
-        came()
-        if guess and not bool(self._finite.isfinite()):
-            return None  # nothing would bring the moments back; and the step will hardly be made
-        out = self.ring.take(self.p.numel(), self.g.dtype)
-        for piece in {*self.pieces} - {wish.piece for wish in wishes}:
-            out[piece.here].copy_(piece.param)
-        self.crew.each(_do, [(*share, out) for share in self._shares(wishes)])
+    def _begin(self, wishes: list[Wish], came: Callable[[], None], *, guess: bool) -> None:
+        self._job = Future()
+        self.crew.submit(self._run, self._job, wishes, came, guess)
+
+    def _run(self, job: Future[Made | None], wishes: list[Wish], came: Callable[[], None], guess: bool) -> None:
+        """The gradient is awaited, and the team gets to work; the last of it ends the job."""
+        try:
+            came()
+            if guess and not bool(self._finite.isfinite()):
+                job.set_result(None)  # nothing would bring the moments back; and the step will hardly be made
+                return
+            out, give = self.ring.take(self.p.numel(), self.g.dtype)
+            for piece in {*self.pieces} - {wish.piece for wish in wishes}:
+                out[piece.here].copy_(piece.param)
+            work = self._work(adam.stepping, wishes, out)
+        except BaseException as error:
+            job.set_exception(error)
+            return
+
+        def then(error: BaseException | None) -> None:
+            try:
+                if error is not None:
+                    raise error
+                job.set_result(Made(wishes, self._send_back(out, give)))
+            except BaseException as error:
+                job.set_exception(error)
+
+        self.crew.spread(self.p.numel(), work, then)
+
+    def _send_back(self, out: Tensor, give: Callable[[Callable[[], None]], None]) -> Tensor | None:
         try:
             there, sent = self.lanes.back(out)
-        except torch.OutOfMemoryError:
-            self.ring.give(lambda: None)
-            return Made(wishes, None)
-        self.ring.give(sent)
-        return Made(wishes, there)
+        except torch.OutOfMemoryError:  # later, then: see `finish`
+            there, sent = None, lambda: None
+        give(sent)
+        return there
 
-    def _shares(self, wishes: Sequence[Wish]) -> Sequence[tuple[Away, Wish, slice]]:
-        return [
-            (self, wish, slice(start, min(start + SHARE, wish.piece.here.stop)))
-            for wish in wishes
-            for start in range(wish.piece.here.start, wish.piece.here.stop, SHARE)
+    def _work(self, do: Callable[..., adam.Stretch], wishes: Sequence[Wish], *out: Tensor) -> adam.Stretch:
+        """What a thread does with a stretch of this bucket: neighbours that wish for the same, at once."""
+        runs = [
+            (low, high, do(how, t, self.p, *self._moments, self.g, *out, scale=scale))
+            for (how, t, scale), some in itertools.groupby(wishes, lambda wish: wish[1:])
+            for low, high in _runs(wish.piece.here for wish in some)
         ]
 
-    def vectors(self, at: slice) -> list[Tensor]:
-        return [x[at] for x in (self.p, *self._moments, self.g)]
+        def work(start: int, stop: int) -> None:
+            for low, high, stretch in runs:
+                if max(low, start) < min(high, stop):
+                    stretch(max(low, start), min(high, stop))
+
+        return work
 
     # ------------------------------------------------------------------------------------------------ the parameters
 
-    def _marks(self) -> tuple[list[int], list[Tensor]]:
+    def _marks(self) -> tuple[list[int], Tensor]:
+        """Of the parameters: what torch knows of, and what was done behind its back."""
         now = [piece.now() for piece in self.pieces]
-        return [x._version for x in now], list(torch._foreach_norm(now, 2, torch.float32)) if now else []
+        norms = torch._foreach_norm(now, 2, torch.float32) if now else [torch.zeros((), device=self.bucket.device)]
+        return [x._version for x in now], torch.stack(norms)
 
     def published(self) -> None:
         """The parameters are what their masters say."""
         self._known = self._marks()
 
     def changes(self) -> Tensor:
-        """Somebody has written into the parameters since: one number, which is then not zero."""
-        if self._known is None:
-            return torch.zeros((), device=self.bucket.device)
+        """Somebody has written into the parameters since: numbers of which one is then not zero."""
         (versions, norms), (old_versions, old_norms) = self._marks(), self._known
-        if versions != old_versions:
-            return torch.ones((), device=self.bucket.device)
-        different = [a != b for a, b in zip(norms, old_norms, strict=True)]
-        return torch.stack(different).any().float() if different else torch.zeros((), device=self.bucket.device)
+        return norms != old_norms if versions == old_versions else torch.ones_like(norms)
 
     def follow(self) -> None:
         """The masters of parameters that somebody has written into."""
@@ -257,9 +274,12 @@ class Away:
             piece.follow()
 
 
-def _do(away: Away, wish: Wish, at: slice, out: Tensor) -> None:
-    adam.step(wish.how, wish.t, *away.vectors(at), out[at], scale=wish.scale)
-
-
-def _undo(away: Away, wish: Wish, at: slice) -> None:
-    adam.undo(wish.how, wish.t, *away.vectors(at), scale=wish.scale)
+def _runs(places: Iterable[slice]) -> Iterator[tuple[int, int]]:
+    """Neighbours as one."""
+    start = stop = 0
+    for place in places:
+        if place.start != stop:
+            yield start, stop
+            start = place.start
+        stop = place.stop
+    yield start, stop

@@ -1,36 +1,82 @@
-"""Threads that step the state on the host: one that takes buckets in their order, several that share each bucket."""
+"""Threads that step the state on the host: one that takes buckets in their order, and a team that shares each out.
+
+Nobody in the team waits for the others: whoever is done with his stretch of a bucket goes on with the next bucket's.
+Python's lock is held only between two stretches, so there are few of them: one a thread and bucket.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from paceline.errors import StoreError
 
 T = TypeVar("T")
+Work = Callable[[int, int], None]
 
 PATIENCE_S = 600.0
+_GRAIN = 1024  # elements: stretches begin on pages, and short vectors are not worth a team
 
 
 class Crew:
-    """Jobs run one after the other, and each may share its work out."""
+    """`submit` for what is done in order, `spread` for what is shared out."""
 
     def __init__(self, threads: int) -> None:
-        self.threads = threads or max(1, (os.cpu_count() or 2) - 1)  # one launches what the device computes
         self._first = ThreadPoolExecutor(1, "paceline-store")
-        self._others = ThreadPoolExecutor(self.threads, "paceline-step")
-        weakref.finalize(self, _close, self._first, self._others)
+        count = threads or max(1, len(os.sched_getaffinity(0)) * 3 // 4)  # the others launch and load
+        self._queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(count)]
+        for queue in self._queues:
+            threading.Thread(target=_serve, args=(queue,), name="paceline-step", daemon=True).start()
+        weakref.finalize(self, _dismiss, self._first, self._queues)
 
-    def submit(self, job: Callable[..., T], *args: Any) -> Future[T]:
-        return self._first.submit(job, *args)
+    def submit(self, job: Callable[..., Any], *args: Any) -> None:
+        self._first.submit(job, *args)
 
-    def each(self, work: Callable[..., None], shares: Sequence[tuple[Any, ...]]) -> None:
-        """`work` with the arguments of every share, all at once; the first error comes out."""
-        for one in [self._others.submit(work, *share) for share in shares]:
-            one.result(PATIENCE_S)
+    def spread(self, n: int, work: Work, then: Callable[[BaseException | None], None]) -> None:
+        """work(start, stop) for stretches of 0..n, by the team; `then` by who is last, with the first error if any."""
+        length = -(-n // (len(self._queues) * _GRAIN)) * _GRAIN or 1
+        starts = range(0, max(n, 1), length)
+        share = _Share(work, then, len(starts))
+        for queue, start in zip(self._queues, starts, strict=False):
+            queue.put((share, start, min(start + length, n)))
+
+    def all(self, n: int, work: Work) -> None:
+        """The same, and it is done."""
+        done: Future[None] = Future()
+        self.spread(n, work, lambda error: done.set_exception(error) if error else done.set_result(None))
+        result(done, "a step on the host")
+
+
+class _Share:
+    """One bucket's work: how much of it is still to be done."""
+
+    def __init__(self, work: Work, then: Callable[[BaseException | None], None], stretches: int) -> None:
+        self.work, self.then, self.left = work, then, stretches
+        self.error: BaseException | None = None
+        self.lock = threading.Lock()
+
+    def do(self, start: int, stop: int) -> None:
+        try:
+            self.work(start, stop)
+        except BaseException as error:
+            self.error = self.error or error
+        with self.lock:
+            self.left -= 1
+            last = self.left == 0
+        if last:
+            self.then(self.error)
+
+
+def _serve(queue: SimpleQueue[Any]) -> None:
+    while (item := queue.get()) is not None:
+        share, start, stop = item
+        share.do(start, stop)
+        del item, share  # an idle thread keeps no bucket alive
 
 
 def result(future: Future[T], what: str) -> T:
@@ -42,10 +88,11 @@ def result(future: Future[T], what: str) -> T:
         raise StoreError(
             f"{what} took more than {PATIENCE_S:.0f} s",
             why="the host's memory is swapped out, or a disk does not answer",
-            do="look at the machine; give a smaller host_gb",
+            do="look at the machine; keep less of the state there",
         ) from None
 
 
-def _close(*pools: ThreadPoolExecutor) -> None:
-    for pool in pools:
-        pool.shutdown(wait=False, cancel_futures=True)
+def _dismiss(first: ThreadPoolExecutor, queues: list[SimpleQueue[Any]]) -> None:
+    first.shutdown(wait=False, cancel_futures=True)
+    for queue in queues:
+        queue.put(None)

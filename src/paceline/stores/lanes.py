@@ -8,9 +8,13 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from paceline.stores.crew import PATIENCE_S
 
 _PAGE = mmap.PAGESIZE
 
@@ -21,7 +25,8 @@ class Lanes:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.cuda = device.type == "cuda"
-        self._out, self._back = [torch.cuda.Stream(device) if self.cuda else None for _ in range(2)]
+        self._out: Any = torch.cuda.Stream(device) if self.cuda else None
+        self._back: Any = torch.cuda.Stream(device) if self.cuda else None
 
     def out(self, pairs: list[tuple[Tensor, Tensor]]) -> Callable[[], None]:
         """Copy from the device, as it is when what was launched so far has run: (there, host) each. Gives a wait."""
@@ -61,7 +66,7 @@ class Lanes:
     def _event(self, stream: torch.cuda.Stream | None) -> Callable[[], None]:
         if stream is None:
             return _at_once
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)  # who waits for it must not take a core from who steps
         event.record(stream)
         return event.synchronize
 
@@ -74,13 +79,24 @@ class Lanes:
         if n == 0:
             return torch.empty(0, dtype=dtype)
         nbytes = -(-n * dtype.itemsize // _PAGE) * _PAGE
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = _Memory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         x = torch.frombuffer(memory, dtype=torch.uint8)
         if pin and self.cuda:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(x.data_ptr(), nbytes, 0))
+            memory.at = x.data_ptr()
         return x[: n * dtype.itemsize].view(dtype)
+
+
+class _Memory(mmap.mmap):
+    """Pages that may be pinned: the device must forget them before the system does."""
+
+    at: int | None = None
+
+    def __del__(self) -> None:
+        if self.at is not None:
+            torch.cuda.cudart().cudaHostUnregister(self.at)
 
 
 def _at_once() -> None:
@@ -91,16 +107,15 @@ class Ring:
     """A few pinned vectors that take turns: each is handed out again when the copy that reads it has ended."""
 
     def __init__(self, lanes: Lanes, count: int) -> None:
-        self._lanes, self._free = lanes, [(torch.empty(0, dtype=torch.uint8), _at_once)] * count
+        self._lanes = lanes
+        self._free: SimpleQueue[tuple[Tensor, Callable[[], None]]] = SimpleQueue()
+        for _ in range(count):
+            self._free.put((torch.empty(0, dtype=torch.uint8), _at_once))
 
-    def take(self, n: int, dtype: torch.dtype) -> Tensor:
-        x, wait = self._free.pop(0)
+    def take(self, n: int, dtype: torch.dtype) -> tuple[Tensor, Callable[[Callable[[], None]], None]]:
+        """A vector, and how to give it back: with a wait, before which it must not be written again."""
+        x, wait = self._free.get(timeout=PATIENCE_S)
         wait()
         if x.nbytes < n * dtype.itemsize:
             x = self._lanes.vector(n * dtype.itemsize, torch.uint8, pin=True)
-        self._taken = x
-        return x[: n * dtype.itemsize].view(dtype)
-
-    def give(self, wait: Callable[[], None]) -> None:
-        """The one taken last; not before `wait` returns."""
-        self._free.append((self._taken, wait))
+        return x[: n * dtype.itemsize].view(dtype), lambda wait: self._free.put((x, wait))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
 
 from paceline.bucket import Bucket
-from paceline.stores.away import Away, AwayPiece, Wish
+from paceline.kernels import adam
+from paceline.stores.away import Away, AwayPiece, Groups
 from paceline.stores.crew import Crew
 from paceline.stores.lanes import Lanes, Ring
 
@@ -27,6 +29,8 @@ class Offload:
         self.of: dict[int, Away] = {}  # by bucket
         self.new: dict[int, Tensor] = {}  # ... its parameters after a step, until they are published
         self.guess = self.trusts = guess
+        self._seen: Any = None  # the optimizer's groups, and of which of them each parameter is
+        self._group_of: dict[int, int] = {}
 
     def add(self, b: Bucket) -> Away:
         away = self.of[b.index] = Away(b, b.own.stop - b.own.start, self.lanes, self.ring, self.crew)
@@ -37,7 +41,21 @@ class Offload:
         if b.index in self.of and b.aside is None and ex.loss_scale() is None:
             away = self.of[b.index]
             sure = all(piece.slot.arrived for piece in away.pieces)
-            away.hand(b.kept, away.wishes(ex.optimizer) if self.trusts and sure else None)
+            guess = away.wishes(ex.optimizer, self._groups(ex.optimizer)) if self.trusts and sure else None
+            away.hand(b.kept, guess)
+
+    def _groups(self, optimizer: Optimizer) -> Groups:
+        """How each parameter is stepped, as of now."""
+        groups = optimizer.param_groups
+        if groups is not self._seen or sum(len(group["params"]) for group in groups) != len(self._group_of):
+            self._seen = groups
+            self._group_of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
+        known = type(optimizer) in (Adam, AdamW)
+        hows = [
+            adam.of(group, isinstance(optimizer, AdamW) or bool(group.get("decoupled_weight_decay"))) if known else None
+            for group in groups
+        ]
+        return {p: hows[i] for p, i in self._group_of.items()}
 
     def begin(self, ex: Exchange) -> list[AwayPiece]:
         """The user's step, for what is stepped here. Gives the pieces that the optimizer must step itself."""
@@ -45,12 +63,13 @@ class Offload:
         scales = self._scales()
         self.trusts = self.guess and all(scale == 1.0 for scale in scales.values())
         left: list[AwayPiece] = []
+        groups = self._groups(ex.optimizer)
         for away in self.of.values():
             if not away.handed:
                 away.hand(away.bucket.kept, None)
             own = [piece for piece in away.pieces if piece.slot.param.grad is not None]
             theirs = any(piece.slot.param.grad is not piece.slot.shown for piece in own)
-            wishes = None if theirs else away.wishes(ex.optimizer, [scales[piece] for piece in away.pieces])
+            wishes = None if theirs else away.wishes(ex.optimizer, groups, scales)
             if wishes is None:
                 away.take_back()
                 left += away.pieces
@@ -63,9 +82,10 @@ class Offload:
     def _follow(self) -> None:
         aways = list(self.of.values())
         if aways:
-            changed = torch.stack([away.changes() for away in aways]).tolist()
-            for away, it in zip(aways, changed, strict=True):
-                if it:
+            changes = [away.changes() for away in aways]
+            found = torch.cat(changes).cpu().split([len(x) for x in changes])  # the device is asked once
+            for away, mine in zip(aways, found, strict=True):
+                if mine.any():
                     away.follow()
 
     def _scales(self) -> dict[AwayPiece, float]:
@@ -87,6 +107,3 @@ class Offload:
         """Before somebody looks at the state."""
         for away in self.of.values():
             away.take_back()
-
-
-__all__ = ["Away", "AwayPiece", "Offload", "Wish"]
