@@ -41,6 +41,12 @@ class DataError(PacelineError):
     exit_code = 3
 
 
+class StoreError(PacelineError):
+    """State kept outside the device has no room, cannot be reached, or is not what was written."""
+
+    exit_code = 3
+
+
 class PeerError(PacelineError):
     """Another worker failed, left or cannot be reached. `worker` is its rank where it is known."""
 

@@ -1,0 +1,1 @@
+"""Where state lives that is not on the device: host memory, and disk."""
