@@ -84,11 +84,11 @@ def step(
     if (loops := _compiled()) is None:
         _step(c, p, m, v, g, out)
     elif out is None:
-        loops.step(*map(_array, (p, m, v, g)), _single(c))
+        loops.step(*map(_array, (p, m, v, g)), _single(c, loops))
     elif out.data_ptr() == g.data_ptr() and out.dtype == g.dtype:
-        loops.step_over(*map(_array, (p, m, v, g)), _single(c))
+        loops.step_over(*map(_array, (p, m, v, g)), _single(c, loops))
     else:
-        loops.step_into(*map(_array, (p, m, v, g, out)), _single(c))
+        loops.step_into(*map(_array, (p, m, v, g, out)), _single(c, loops))
 
 
 def undo(a: Adam, t: int, p: Tensor, m: Tensor, v: Tensor, g: Tensor, *, scale: float = 1.0) -> None:
@@ -100,7 +100,7 @@ def undo(a: Adam, t: int, p: Tensor, m: Tensor, v: Tensor, g: Tensor, *, scale: 
     if (loops := _compiled()) is None:
         _undo(c, p, m, v, g)
     else:
-        loops.undo(*map(_array, (p, m, v, g)), _single(c))
+        loops.undo(*map(_array, (p, m, v, g)), _single(c, loops))
 
 
 def compiled() -> bool:
@@ -146,8 +146,8 @@ def _rates(a: Adam, t: int, scale: float) -> Rates:
     )
 
 
-def _single(c: Rates) -> Rates:
-    return Rates._make(map(np.float32, c))
+def _single(c: Rates, loops: Any) -> Any:
+    return loops.Single(**{name: np.float32(x) for name, x in c._asdict().items()})
 
 
 def _array(x: Tensor) -> Any:
