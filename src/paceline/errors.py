@@ -42,7 +42,7 @@ class DataError(PacelineError):
 
 
 class StoreError(PacelineError):
-    """Where state is kept outside the device, memory or a disk fails."""
+    """State kept outside the device has no room, cannot be reached, or is not what was written."""
 
     exit_code = 3
 

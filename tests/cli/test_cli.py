@@ -76,7 +76,15 @@ def test_help_does_not_need_torch() -> None:
             print("torch" in sys.modules, "numpy" in sys.modules, file=sys.stderr)
     """
     environment = {**os.environ, "PYTHONPATH": str(SRC), "COLUMNS": "80"}
-    for words in (["--help"], ["run", "--help"], ["methods", "-h"], ["doctor", "-h"], ["race", "-h"], ["--version"]):
+    for words in (
+        ["--help"],
+        ["run", "--help"],
+        ["methods", "-h"],
+        ["doctor", "-h"],
+        ["race", "-h"],
+        ["plan", "-h"],
+        ["--version"],
+    ):
         done = subprocess.run(
             [sys.executable, "-c", code, *words], env=environment, capture_output=True, text=True, timeout=60
         )
@@ -88,7 +96,7 @@ def test_help_does_not_need_torch() -> None:
 def test_help_lists_the_commands(call: Call) -> None:
     code, out, _ = call("--help")
     assert code == 0
-    for name in ("run", "methods", "doctor", "race"):
+    for name in ("run", "methods", "doctor", "race", "plan"):
         assert re.search(rf"^│ {name} ", out, re.MULTILINE), out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -208,6 +209,19 @@ def test_memory_that_is_not_aligned(way):
     adam.step(PLAIN, 1, *wanted, gradient(n, 1))
     adam.step(PLAIN, 1, *odd, gradient(n, 1))
     torch.testing.assert_close(odd, wanted, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="it reads the assembly of x86")
+def test_the_loop_takes_several_numbers_at_a_time():
+    numba = pytest.importorskip("numba")
+    from paceline.kernels import one_pass
+
+    kept = one_pass.step_over
+    loop = numba.jit(**kept.targetoptions)(kept.py_func)  # of what comes from the cache nothing is shown
+    floats, halves = numba.float32[::1], numba.int16[::1]
+    loop.compile((floats, floats, floats, halves, numba.typeof(one_pass.Single(*[np.float32(1)] * 10))))
+    (text,) = loop.inspect_asm().values()
+    assert "sqrtps" in text
 
 
 def test_what_a_group_asks_for():

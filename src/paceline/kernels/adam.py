@@ -101,10 +101,10 @@ def stepping(
     if (loops := _compiled()) is None:
         return _by_stretches(_step, (p, m, v, g, p if out is None else out), c)
     if out is None:
-        return _by_stretches(loops.step, map(_array, (p, m, v, g)), _single(c))
+        return _by_stretches(loops.step, map(_array, (p, m, v, g)), _single(c, loops))
     if out.data_ptr() == g.data_ptr() and out.dtype == g.dtype:
-        return _by_stretches(loops.step_over, map(_array, (p, m, v, g)), _single(c))
-    return _by_stretches(loops.step_into, map(_array, (p, m, v, g, out)), _single(c))
+        return _by_stretches(loops.step_over, map(_array, (p, m, v, g)), _single(c, loops))
+    return _by_stretches(loops.step_into, map(_array, (p, m, v, g, out)), _single(c, loops))
 
 
 def undoing(a: Adam, t: int, p: Tensor, m: Tensor, v: Tensor, g: Tensor, *, scale: float = 1.0) -> Stretch:
@@ -113,7 +113,7 @@ def undoing(a: Adam, t: int, p: Tensor, m: Tensor, v: Tensor, g: Tensor, *, scal
     c = _rates(a, t, scale)
     if (loops := _compiled()) is None:
         return _by_stretches(_undo, (p, m, v, g), c)
-    return _by_stretches(loops.undo, map(_array, (p, m, v, g)), _single(c))
+    return _by_stretches(loops.undo, map(_array, (p, m, v, g)), _single(c, loops))
 
 
 def _by_stretches(loop: Callable[..., None], vectors: Iterable[Any], c: Rates) -> Stretch:
@@ -164,8 +164,8 @@ def _rates(a: Adam, t: int, scale: float) -> Rates:
     )
 
 
-def _single(c: Rates) -> Rates:
-    return Rates._make(map(np.float32, c))
+def _single(c: Rates, loops: Any) -> Any:
+    return loops.Single(**{name: np.float32(x) for name, x in c._asdict().items()})
 
 
 def _array(x: Tensor) -> Any:

@@ -13,15 +13,31 @@ in the user's home (or NUMBA_CACHE_DIR), and where there is neither, nowhere: ea
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
+import numpy as np
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
 _I16, _I32, _F16, _F32 = ir.IntType(16), ir.IntType(32), ir.HalfType(), ir.FloatType()
 _QUIET_NAN = 0x7FC0  # as bf16
+
+
+class Single(NamedTuple):
+    """`adam.Rates` in fp32. Written down twice: what was compiled is thrown away when this file changes, no other."""
+
+    scale: np.float32
+    l2: np.float32
+    keep: np.float32
+    beta1: np.float32
+    rest1: np.float32
+    beta2: np.float32
+    rest2: np.float32
+    size: np.float32
+    root: np.float32
+    eps: np.float32
 
 
 @intrinsic

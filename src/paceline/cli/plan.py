@@ -1,0 +1,198 @@
+"""`paceline plan`: what a run will take, before anything is started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from paceline.errors import UsageError, nearest
+from paceline.plan import memory as arithmetic
+from paceline.plan import model as models
+from paceline.plan.memory import LAYOUTS, MOMENTS, STORES, WIDTH, Bytes, Job, Row
+
+
+def plan(
+    memory: Annotated[bool, typer.Option("--memory", help="Plan memory.", show_default=False)] = False,
+    model: Annotated[
+        str, typer.Option("--model", help="Parameters: 124M, 7B; or gpt:layers,width,vocab,sequence.")
+    ] = "gpt:12,768,50257,1024",
+    workers: Annotated[int, typer.Option("--workers", "-n", min=1, help="All of them.")] = 1,
+    hosts: Annotated[int, typer.Option("--hosts", min=1, help="They are spread over.")] = 1,
+    dtype: Annotated[str, typer.Option("--dtype", help=f"Of the parameters: {', '.join(WIDTH)}.")] = "bf16",
+    optimizer: Annotated[str, typer.Option("--optimizer", help=f"{', '.join(MOMENTS)}.")] = "adamw",
+    layout: Annotated[str, typer.Option("--layout", help="One or several, with commas.")] = ",".join(LAYOUTS),
+    store: Annotated[str, typer.Option("--store", help="One or several, with commas.")] = ",".join(STORES),
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="SIZE", help="Memory of a device.", show_default="measured")
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option("--host", metavar="SIZE", help="Memory of a host.", show_default="what is free here")
+    ] = None,
+    disk: Annotated[
+        str | None, typer.Option("--disk", metavar="SIZE", help="Disk of a host.", show_default="what is free here")
+    ] = None,
+    folder: Annotated[Path, typer.Option("--folder", metavar="DIR", help="On that disk.")] = Path(),
+    batch: Annotated[
+        int | None, typer.Option("--batch", min=1, help="Of a worker, to estimate a gpt's activations.")
+    ] = None,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Activations are computed again in backward.")
+    ] = False,
+    activations: Annotated[
+        str | None, typer.Option("--activations", metavar="SIZE", help="Of a worker, where you know them.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """Say which layouts and stores a model fits with, and what lies where.
+
+    Nothing is started. Exit code 0 if one fits, 1 if none does.
+    """
+    if not memory:
+        raise UsageError("nothing to plan", why="--memory is what can be planned so far", do="say plan --memory")
+    _known("--dtype", [dtype], WIDTH)
+    _known("--optimizer", [optimizer], MOMENTS)
+    layouts, stores = layout.split(","), store.split(",")
+    _known("--layout", layouts, LAYOUTS)
+    _known("--store", stores, STORES)
+    what = models.model(model)
+    job = Job(
+        parameters=what.parameters,
+        largest=what.largest,
+        workers=workers,
+        dtype=dtype,
+        optimizer=optimizer,
+        activations=_activations(what, dtype, batch, checkpointing, activations),
+    )
+    each = -(-workers // hosts)  # workers of a host
+    room, notes = _room(device, host, disk, folder, each)
+    found = arithmetic.rows(job, room, layouts, stores)
+    advice = arithmetic.best(found)
+    if as_json:
+        print(json.dumps(_document(job, room, found, advice)))
+    else:
+        _show(Console(highlight=False), job, room, each, found, advice, notes)
+    raise typer.Exit(0 if advice else 1)
+
+
+def _known(option: str, words: list[str], known: Any) -> None:
+    for word in words:
+        if word not in known:
+            raise UsageError(f"{option} {word} is not known", why=nearest(word, known))
+
+
+def _activations(what: models.Model, dtype: str, batch: int | None, checkpointing: bool, said: str | None) -> int:
+    if said is not None:
+        return models.size("--activations", said)
+    if batch is None:
+        return 0
+    if what.gpt is None:
+        raise UsageError(
+            "--batch without the shape of the model",
+            why="activations follow from layers and widths, not from the number of parameters",
+            do="give --model gpt:layers,width,vocab,sequence, or --activations as measured",
+        )
+    return what.gpt.activations(batch, checkpointing=checkpointing) * WIDTH[dtype] // 2
+
+
+def _room(device: str | None, host: str | None, disk: str | None, folder: Path, each: int) -> tuple[Bytes, list[str]]:
+    """For one worker of `each` on a host, measured where it was not said; and what to know about it."""
+    of_host = models.size("--host", host) if host is not None else _free_memory()
+    if disk is None and not folder.is_dir():
+        raise UsageError(f"--folder {folder} is not a folder", why="free space is looked up there")
+    of_disk = models.size("--disk", disk) if disk is not None else shutil.disk_usage(folder).free
+    of_device = models.size("--device", device) if device is not None else _free_device()
+    if of_device is None:
+        note = "No GPU here and no --device: workers compute in their host's memory, and a store `cpu` gains nothing."
+        return Bytes(of_host // each, 0, of_disk // each), [note]
+    return Bytes(of_device, of_host // each, of_disk // each), []
+
+
+def _free_memory() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def _free_device() -> int | None:
+    import torch
+
+    return torch.cuda.mem_get_info(0)[0] if torch.cuda.is_available() else None
+
+
+def _document(job: Job, room: Bytes, found: list[Row], advice: Row | None) -> dict[str, Any]:
+    """Bytes, all of them for one worker."""
+    return {
+        "job": asdict(job),
+        "room": room._asdict(),
+        "usable": arithmetic.USABLE,
+        "rows": [
+            {
+                "layout": row.layout,
+                "store": row.store,
+                "fits": row.fits,
+                "total": row.total._asdict(),
+                "lacks": row.lacks._asdict(),
+                "parts": {name: part._asdict() for name, part in row.parts.items()},
+            }
+            for row in found
+        ],
+        "advice": {"layout": advice.layout, "store": advice.store} if advice else None,
+    }
+
+
+def _show(
+    console: Console, job: Job, room: Bytes, each: int, found: list[Row], advice: Row | None, notes: list[str]
+) -> None:
+    console.print(
+        f"{job.parameters / 1e9:,.3f} B parameters in {job.dtype}, {job.optimizer}, {job.workers} "
+        f"{'worker' if job.workers == 1 else 'workers'}, {each} a host"
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("layout", "store"):
+        table.add_column(name, style="cyan", no_wrap=True)
+    for name in Bytes._fields:
+        table.add_column(name, justify="right")
+    table.add_column("")
+    table.add_row("", "there is", *map(_gib, room), "GiB, for each worker", style="dim")
+    for row in found:
+        verdict = Text("fits", style="green") if row.fits else Text(f"lacks {', '.join(_lacking(row))}", style="red")
+        table.add_row(row.layout, row.store, *map(_gib, row.total), verdict)
+    console.print(table)
+    console.print()
+    if advice is not None:
+        console.print(Text.assemble("Take ", (f"{advice.layout}, store {advice.store}", "bold"), ". On each worker:"))
+        console.print(_where(advice))
+    else:
+        console.print(Text("None of them fits: more workers, a smaller batch, or a larger disk.", style="bold red"))
+    notes = [*notes, *([] if job.activations else ["Without activations: give --batch or --activations."])]
+    notes.append(f"Sizes in GiB; {arithmetic.USABLE:.0%} of what there is may be used.")
+    for note in notes:
+        console.print(Text(note, style="dim"))
+
+
+def _where(row: Row) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2))
+    table.add_column("")
+    for name in Bytes._fields:
+        table.add_column(name, justify="right")
+    for name, part in row.parts.items():
+        if any(part):
+            table.add_row(name, *map(_gib, part))
+    table.add_row("together", *map(_gib, row.total), style="bold")
+    return table
+
+
+def _lacking(row: Row) -> list[str]:
+    return [name for name, n in row.lacks._asdict().items() if n]
+
+
+def _gib(n: int) -> str:
+    return f"{n / 2**30:,.2f}" if n else "–"

@@ -1,0 +1,127 @@
+"""One file of a known size for state, moved in whole pages.
+
+[Note: the file] It is reserved whole before the first step, so a full disk shows then and not hours later. It loses
+its name at once: however the process ends, the space is free again. It is opened past the page cache (O_DIRECT) where
+the file system has that, for the cache would only take memory from those who need it. That wants offsets, lengths
+and memory in whole pages, and they are asked for everywhere, so that what runs on one file system runs on all.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.errors import StoreError, UsageError
+
+PAGE = 4096  # bytes: what O_DIRECT wants everything in multiples of, on every disk we know
+
+
+def padded(nbytes: int) -> int:
+    """nbytes in whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+def aligned(nbytes: int, pin: bool) -> Tensor:
+    """At least nbytes, in whole pages that begin at a page. pin: so that a GPU copies from and to it by itself."""
+    n = padded(nbytes)
+    if pin:  # begins at a page as it is, and the allocator doubles what is a little more than a power of two
+        return torch.empty(n, dtype=torch.uint8, pin_memory=True)
+    room = torch.empty(n + PAGE, dtype=torch.uint8)
+    return room[-room.data_ptr() % PAGE :][:n]
+
+
+class File:
+    """`size` bytes in `folder`. Reads and writes move all they are asked to, from any thread, or raise."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        _check_room(folder, size)
+        try:
+            self._plain, name = tempfile.mkstemp(prefix="paceline-", suffix=".state", dir=folder)
+        except OSError as error:
+            raise broken(f"making a file in {folder}", error) from error
+        self.path, self.size = Path(name), size
+        try:
+            os.posix_fallocate(self._plain, 0, size)
+            self._direct = _open_direct(name)
+        except OSError as error:
+            os.close(self._plain)
+            _check_room(folder, size, full=error.errno == errno.ENOSPC)
+            raise broken(f"reserving {size} bytes in {folder}", error) from error
+        finally:
+            self.path.unlink(missing_ok=True)
+
+    @property
+    def direct(self) -> bool:
+        """Whether it goes past the page cache."""
+        return self._direct is not None
+
+    def read(self, at: int, view: memoryview) -> None:
+        self._all(os.preadv, at, view)
+
+    def write(self, at: int, view: memoryview) -> None:
+        self._all(os.pwritev, at, view)
+
+    def flush(self) -> None:
+        """All that was written is on the disk and not in the page cache: the next read is one."""
+        os.fdatasync(self._plain)
+        os.posix_fadvise(self._plain, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        os.close(self._plain)
+        if self._direct is not None:
+            os.close(self._direct)
+
+    def _all(self, io: Callable[[int, list[memoryview], int], int], at: int, view: memoryview) -> None:
+        done = 0
+        while done < len(view):
+            # Where a part ended inside a page, O_DIRECT cannot go on.
+            fd = self._plain if self._direct is None or done % PAGE else self._direct
+            moved = io(fd, [view[done:]], at + done)
+            if moved == 0:
+                raise StoreError(
+                    f"{self.path} ends at {os.fstat(self._plain).st_size}, before {at + len(view)}",
+                    why="somebody cut it short, or the file system lost a part of it",
+                    do="go on from the last checkpoint",
+                )
+            done += moved
+
+
+def broken(doing: str, error: Exception) -> StoreError:
+    return StoreError(
+        f"{doing} failed",
+        why=f"{type(error).__name__}: {error}",
+        do="look at the disk (dmesg, df), and go on from the last checkpoint",
+    )
+
+
+def _check_room(folder: Path, size: int, *, full: bool = False) -> None:
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder", why="state on disk needs one", do="make it, or name another")
+    free = shutil.disk_usage(folder).free
+    if size > free or full:
+        raise StoreError(
+            f"{folder} has no room for the state: it needs {size / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free",
+            why="the whole file is reserved before the first step",
+            do="free some space, name a folder on a larger disk, or share the state out over more workers",
+        )
+
+
+def _open_direct(name: str) -> int | None:
+    """Past the page cache, or None: some file systems refuse to open it so, others only to use it."""
+    try:
+        fd = os.open(name, os.O_RDWR | getattr(os, "O_DIRECT", 0))
+    except OSError:
+        return None
+    try:
+        os.preadv(fd, [aligned(PAGE, pin=False).numpy().data], 0)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
