@@ -1,8 +1,8 @@
 """The wire: the only file of the data path that knows torch.distributed.
 
-`DistComm` speaks gloo or NCCL between processes, `Alone` is a world of one; `ThreadComm` (threadcomm.py) lets
-workers be threads of one process. They count payload bytes alike, so what is counted in a test is what is sent in a
-run.
+`DistComm` speaks gloo or NCCL between processes, `Alone` (alone.py) is a world of one; `ThreadComm` (threadcomm.py)
+lets workers be threads of one process. They count payload bytes alike, so what is counted in a test is what is sent in
+a run.
 """
 
 from __future__ import annotations
@@ -112,9 +112,12 @@ class DistComm(Lane):
 
     def scatter_mean(self, x: Tensor) -> Op:
         label = self._start("scatter_mean", x, payload(x) * (self.world - 1) // self.world)
-        out = x.new_empty(x.numel() // self.world)
-        x.div_(self.world)
-        return self._op(label, out, _reduce_scatter(out, x, group=self.group, async_op=True))
+        if x.is_cuda:
+            out = x.new_empty(x.numel() // self.world)
+            return self._op(label, out, _reduce_scatter(out, x.div_(self.world), group=self.group, async_op=True))
+        rows = torch.empty_like(x).view(self.world, -1)  # gloo's own reduce-scatter sends what an all-reduce does
+        op = self._op(label, rows, dist.all_to_all_single(rows.view(-1), x, group=self.group, async_op=True))
+        return Op(lambda: _mean(op.wait()), op.done)
 
     def alltoall(self, x: Tensor) -> Op:
         label = self._start("alltoall", x, payload(x) * (self.world - 1) // self.world)
@@ -142,27 +145,9 @@ class DistComm(Lane):
         return self._op(label, x, dist.broadcast(x, group_src=root, group=self.group, async_op=True))
 
 
-class Alone:
-    """A world of one: everything is already agreed."""
-
-    rank, world, sent = 0, 1, 0
-
-    def mean(self, x: Tensor) -> Op:
-        return Op(lambda: x)
-
-    sum = scatter_mean = alltoall = mean
-
-    def gather(self, x: Tensor) -> Op:
-        return Op(lambda: x[None])
-
-    def swap(self, x: Tensor, peer: int) -> Op:
-        return Op(lambda: x)
-
-    def broadcast(self, x: Tensor, root: int = 0) -> Op:
-        return Op(lambda: x)
-
-    def shift(self, x: Tensor, by: int) -> Op:
-        return Op(lambda: x)
-
-    def agree(self, what: str, text: str) -> None:
-        pass
+def _mean(rows: Tensor) -> Tensor:
+    """Of everyone's, in rank order, in fp32 at least, rounded once."""
+    total = rows[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
+    for row in rows[1:]:
+        total += row
+    return total.div_(len(rows)).to(rows.dtype)

@@ -712,8 +712,8 @@ def _job(rank, stage, seed=0):
 
 
 @stages
-@pytest.mark.parametrize("world", [2, 3])
-def test_between_processes(stage, world):
-    got = same(processes.values(processes.run(world, _job, stage)))
-    want = same(processes.values(processes.run(world, _job, "replicated")))
+@pytest.mark.parametrize(("world", "env"), [(2, {}), (3, {"PACELINE_COLLECTIVES": "flat"})], ids=["memory", "gloo"])
+def test_between_processes(stage, world, env):
+    got = same(processes.values(processes.run(world, _job, stage, env=env)))
+    want = same(processes.values(processes.run(world, _job, "replicated", env=env)))
     close(got, want, tol=1e-6)
