@@ -127,6 +127,8 @@ def _engines(session: Session, things: Things, method: Method, settings: Setting
         session.engines[id(optimizer)] = engine
         session.kept.append(optimizer)
         engines.append(engine)
+    for engine in engines:
+        engine.company = len(engines) > 1
     return engines
 
 

@@ -17,7 +17,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -81,6 +81,8 @@ class Piece:
 @dataclass(kw_only=True)
 class Shards(Layout):
     """[Note: shards]. A stage says what becomes of the gradients and of the parameters."""
+
+    at_once: ClassVar[int] = 4  # enough for the wire to be busy while the next is made
 
     def __post_init__(self) -> None:
         super().__post_init__()
