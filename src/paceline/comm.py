@@ -1,8 +1,7 @@
 """The wire: the only file of the data path that knows torch.distributed.
 
-`DistComm` speaks gloo or NCCL between processes, `Alone` (alone.py) is a world of one; `ThreadComm` (threadcomm.py)
-lets workers be threads of one process. They count payload bytes alike, so what is counted in a test is what is sent in
-a run.
+`DistComm` speaks gloo or NCCL between processes; `Alone` (alone.py) is a world of one, `ThreadComm` (threadcomm.py)
+lets workers be threads. All count payload bytes alike, so what is counted in a test is what is sent in a run.
 """
 
 from __future__ import annotations

@@ -360,6 +360,8 @@ class Engine:
         self.rollback()  # of a step that was exchanged and never made: a loss scaler has found infinities
         self.window.over()
         do()
+        for b in self.buckets:
+            b.drop()
 
     def settle(self) -> None:
         """Before an evaluation, a checkpoint and the end: what is under way arrives."""

@@ -485,7 +485,9 @@ BUCKET = 2 / LAYERS
 
 
 def _memory(rank):
-    """By stage, bytes for each parameter: the most at the start, in a backward, in a step; and between two steps."""
+    """By stage, bytes for each parameter: the most at the start, in a backward, in a step; between two steps with the
+    gradients and without.
+    """
     import paceline
 
     found = {}
@@ -504,7 +506,7 @@ def _memory(rank):
                 del loss
                 live.peak = 0
                 opt.step()
-                peaks.append(live.peak)
+                peaks += [live.peak, live.bytes()]
                 opt.zero_grad()
             found[stage] = [x / sum(p.numel() for p in model.parameters()) for x in (*peaks, live.bytes())]
     return found
@@ -514,10 +516,11 @@ def _memory(rank):
 def test_memory_is_as_the_paper_says(world):
     """Beside it: a few buckets that are on their way, never all of them, from the start on."""
     for worker in processes.values(processes.run(world, _memory, env={"PACELINE_COLLECTIVES": "flat"})):
-        for stage, (start, backward, step, rest) in worker.items():
+        for stage, (start, backward, step, rest, without) in worker.items():
             fixed, shared = BYTES[stage]
             ahead = BUCKET if stage == "zero3" else 0  # what the next step begins with is on its way
             assert rest == pytest.approx(fixed + shared / world + ahead, rel=0.03), stage
+            assert without == pytest.approx(rest if stage == "zero1" else rest - 2 / world, rel=0.03), stage
             assert start < max(2, fixed + (2 if stage == "zero3" else 0) / world + 4 / world) + 3 * BUCKET, stage
             assert backward < rest + 4 * (Shards.at_once + 1) * BUCKET, stage
             assert step < rest + 4 / world + (Shards.at_once + 2) * BUCKET, stage

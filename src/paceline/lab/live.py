@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 
@@ -23,7 +23,7 @@ class Live(TorchDispatchMode):
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._seen: dict[int, StorageWeakRef] = {}
         self.peak = 0
         self._note(known)
@@ -36,7 +36,9 @@ class Live(TorchDispatchMode):
 
     def _note(self, tensors: Iterable[Tensor]) -> None:
         for x in tensors:
-            if type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta:
+            if is_traceable_wrapper_subclass(x):  # a DTensor: its part here
+                self._note(getattr(x, name) for name in x.__tensor_flatten__()[0])
+            elif type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta:
                 ref = StorageWeakRef(x.untyped_storage())
                 self._seen.setdefault(ref.cdata, ref)
 
