@@ -21,7 +21,6 @@ from paceline.lab.live import Live
 from paceline.method import Method, method
 from paceline.shards.elementwise import KNOWN
 from paceline.shards.loans import Route
-from paceline.shards.pieces import Shards
 from rig import Complex, Rig, adamw, alone, built, close, data, mlp, same, sgd, train, weights
 
 STAGES = [name for name in registry.parts("layout") if name != "replicated"]
@@ -522,8 +521,8 @@ def test_memory_is_as_the_paper_says(world):
             assert rest == pytest.approx(fixed + shared / world + ahead, rel=0.03), stage
             assert without == pytest.approx(rest if stage == "zero1" else rest - 2 / world, rel=0.03), stage
             assert start < max(2, fixed + (2 if stage == "zero3" else 0) / world + 4 / world) + 3 * BUCKET, stage
-            assert backward < rest + 4 * (Shards.at_once + 1) * BUCKET, stage
-            assert step < rest + 4 / world + (Shards.at_once + 2) * BUCKET, stage
+            assert backward < rest + 20 * BUCKET, stage  # of five, the gradients and what comes from the others
+            assert step < rest + 4 / world + 6 * BUCKET, stage
 
 
 # ---------------------------------------------------------------------------------------- parameters that come and go
@@ -655,18 +654,21 @@ def test_frozen_parameters_are_shared_out_too(world):
     equal(world, stages=["zero3"], make=built(Adapted))
 
 
-def test_one_that_is_thawed_leaves_the_frozen_ones():
+@pytest.mark.parametrize("world", [1, 3])
+def test_one_that_is_thawed_leaves_the_frozen_ones(world):
     def step(one, x, y):
         if one.engine.ex.step == 2:
             one.model.trunk[1].requires_grad_(True)
-        if one.engine.ex.step == 4:
+        if one.engine.ex.step == 4 and world > 1:
             one.engine.recut(4096)
         plain(one, x, y)
-        if one.engine.method.layout.name == "zero3":
+        if one.engine.method.layout.name == "zero3" and world == 1:
+            assert not one.engine.method.layout.loans.of, "there is nobody to share them with"
+        elif one.engine.method.layout.name == "zero3":
             [lent] = one.engine.method.layout.loans.buckets(one.model.trunk[0].parameters())
             assert lent < 0
 
-    equal(make=built(Adapted), step=step)
+    equal(world, make=built(Adapted), step=step)
 
 
 def test_layers_that_are_computed_again_in_backward():

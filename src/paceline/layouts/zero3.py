@@ -38,7 +38,8 @@ class Zero3(Shards):
         super().attach(models, ex)
         self.loans = Loans(ex)
         hooks.lend(models, self.loans)
-        self.loans.lend_frozen(named for model in models for named in model.named_parameters())
+        if ex.world > 1:
+            self.loans.lend_frozen(named for model in models for named in model.named_parameters())
 
     def source(self, b: Bucket, ex: Exchange) -> Tensor:
         self.loans.thaw(b)
