@@ -152,6 +152,34 @@ def orders(name: str) -> Iterator[str]:
     )
 
 
+def sharing(name: str) -> Iterator[str]:
+    """Of a layout: memory and time beside torch's, which shares out the same."""
+    book = results("zero")
+    memory, time = ([c for c in book.get(key, []) if c["method"] == name] for key in ("memory", "time"))
+    if name not in _PEER or not memory or not time:
+        return
+    yield "## Measured"
+    yield ""
+    yield "A GPT of 6.4 million fp32 parameters with AdamW on two cores (`bench/results/zero.json`). Live bytes of"
+    yield "tensors for each parameter, activations of one window included, after `zero_grad` and at the most in a step,"
+    yield f"and how many times as much torch's takes ({_PEER[name]}):"
+    yield ""
+    keys = ("between_steps_bytes", "peak_bytes")
+    yield from table(
+        ["workers", "between steps", "peak", "torch's over it", "at the peak"],
+        [[str(c["workers"]), *(f"{c[k]:.1f}" for k in keys), *(f"{c['ratio'][k]:.2f}" for k in keys)] for c in memory],
+    )
+    yield "A step, and torch's over it; 100mbit is between hosts of the network lab:"
+    yield ""
+    yield from table(
+        ["workers", "link", "step ms", "torch's over it"],
+        [[str(c["workers"]), c["link"], f"{c['step_ms']:.0f}", f"{c['ratio']['step_ms']:.2f}"] for c in time],
+    )
+
+
+_PEER = {"zero1": "ZeroRedundancyOptimizer", "zero2": "ZeroRedundancyOptimizer", "zero3": "FSDP2"}
+
+
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
@@ -175,7 +203,7 @@ def costs(name: str) -> Iterator[str]:
 def page(name: str, text: str) -> str:
     """The page with its tables as they should be."""
     cls = registry.find(name)
-    made = [*knobs(cls), *to_target(name), *whole_runs(name), *orders(name), *costs(name)]
+    made = [*knobs(cls), *to_target(name), *whole_runs(name), *orders(name), *sharing(name), *costs(name)]
     return "\n".join([text.partition(MARK)[0].rstrip(), "", MARK, "", *made]).rstrip() + "\n"
 
 

@@ -127,6 +127,8 @@ def _engines(session: Session, things: Things, method: Method, settings: Setting
         session.engines[id(optimizer)] = engine
         session.kept.append(optimizer)
         engines.append(engine)
+    for engine in engines:
+        engine.company = len(engines) > 1
     return engines
 
 
@@ -146,9 +148,12 @@ def assemble(
     """An engine over one optimizer's parameters, hooked up. `pack` is all engines of this worker."""
     method.check(things.facts(optimizer))
     method.layout.check(optimizer)
+    parameters = [p for _, p in things.parameters(optimizer)]
     bucket_bytes = settings.bucket_bytes(slow_link=slow_link)
     bucket_bytes = min(bucket_bytes, method.order.piece_bytes() or bucket_bytes)
-    gpu = any(p.is_cuda for _, p in things.parameters(optimizer))
+    if settings.bucket_mb is None and method.layout.at_once < sys.maxsize:
+        bucket_bytes = min(bucket_bytes, _few_bytes(parameters, method.layout.at_once))
+    gpu = any(p.is_cuda for p in parameters)
     engine = Engine(
         optimizer,
         lambda: things.parameters(optimizer),
@@ -167,6 +172,11 @@ def assemble(
         path = Path(settings.tuned)
         engine.look = Tuner(engine, path if len(pack) == 1 else path.with_suffix(f".{len(pack)}{path.suffix}")).forward
     return engine
+
+
+def _few_bytes(parameters: list[Tensor], at_once: int) -> int:
+    """To a bucket, where memory counts: those under way are an eighth of all. But every operation takes time."""
+    return max(sum(p.nbytes for p in parameters) // (8 * at_once), 1 << 20)
 
 
 def _loader(session: Session, source: Any, method: Method, settings: Settings, engines: list[Engine]) -> Loader:

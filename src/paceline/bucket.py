@@ -152,6 +152,11 @@ class Bucket:
         for s in self.slots:
             s.arrived = False
 
+    def drop(self) -> None:
+        """Nobody wants the last mean any more, where it is kept in memory of its own."""
+        if self.flat.is_meta and all(s.param.grad is None for s in self.slots):
+            self.kept = self.flat[self.own]
+
     def abandon(self) -> None:
         """A failed exchange may still write into flat: leave it to that and take a new vector."""
         self._lay(torch.zeros_like(self.flat, device=self.device))

@@ -1,8 +1,7 @@
 """The wire: the only file of the data path that knows torch.distributed.
 
-`DistComm` speaks gloo or NCCL between processes, `Alone` is a world of one; `ThreadComm` (threadcomm.py) lets
-workers be threads of one process. They count payload bytes alike, so what is counted in a test is what is sent in a
-run.
+`DistComm` speaks gloo or NCCL between processes; `Alone` (alone.py) is a world of one, `ThreadComm` (threadcomm.py)
+lets workers be threads. All count payload bytes alike, so what is counted in a test is what is sent in a run.
 """
 
 from __future__ import annotations
@@ -112,9 +111,12 @@ class DistComm(Lane):
 
     def scatter_mean(self, x: Tensor) -> Op:
         label = self._start("scatter_mean", x, payload(x) * (self.world - 1) // self.world)
-        out = x.new_empty(x.numel() // self.world)
-        x.div_(self.world)
-        return self._op(label, out, _reduce_scatter(out, x, group=self.group, async_op=True))
+        if x.is_cuda:
+            out = x.new_empty(x.numel() // self.world)
+            return self._op(label, out, _reduce_scatter(out, x.div_(self.world), group=self.group, async_op=True))
+        rows = torch.empty_like(x).view(self.world, -1)  # gloo's own reduce-scatter sends what an all-reduce does
+        op = self._op(label, rows, dist.all_to_all_single(rows.view(-1), x, group=self.group, async_op=True))
+        return Op(lambda: _mean(op.wait()), op.done)
 
     def alltoall(self, x: Tensor) -> Op:
         label = self._start("alltoall", x, payload(x) * (self.world - 1) // self.world)
@@ -142,35 +144,9 @@ class DistComm(Lane):
         return self._op(label, x, dist.broadcast(x, group_src=root, group=self.group, async_op=True))
 
 
-class Here(Op):
-    """What is there already: nobody is kept waiting, and the coroutine goes on."""
-
-    def __await__(self) -> Generator[Op, None, Tensor]:
-        return self.wait()
-        yield self
-
-
-class Alone:
-    """A world of one: everything is already agreed."""
-
-    rank, world, sent = 0, 1, 0
-
-    def mean(self, x: Tensor) -> Here:
-        return Here(lambda: x)
-
-    sum = scatter_mean = alltoall = mean
-
-    def gather(self, x: Tensor) -> Here:
-        return Here(lambda: x[None])
-
-    def swap(self, x: Tensor, peer: int) -> Here:
-        return Here(lambda: x)
-
-    def broadcast(self, x: Tensor, root: int = 0) -> Here:
-        return Here(lambda: x)
-
-    def shift(self, x: Tensor, by: int) -> Here:
-        return Here(lambda: x)
-
-    def agree(self, what: str, text: str) -> None:
-        pass
+def _mean(rows: Tensor) -> Tensor:
+    """Of everyone's, in rank order, in fp32 at least, rounded once."""
+    total = rows[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
+    for row in rows[1:]:
+        total += row
+    return total.div_(len(rows)).to(rows.dtype)

@@ -5,7 +5,7 @@ They are taken in reverse order of registration, which is about the order in whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -16,11 +16,12 @@ Kind = Callable[[str, Tensor], Hashable] | None  # by name and parameter: those 
 
 def cut(
     named: Sequence[tuple[str, Tensor]], world: int, cap_bytes: int, first_bytes: int | None = None, kind: Kind = None
-) -> list[Bucket]:
+) -> Iterator[Bucket]:
     """Buckets of at most cap_bytes, one dtype, device and kind each, numbered as they fill.
 
     A larger parameter is alone, but for the little that came just before it: a bias is not worth an operation. The
-    first bucket is smaller: the sooner it is full, the sooner the wire is busy.
+    first bucket is smaller: the sooner it is full, the sooner the wire is busy. Each is made when it is asked for: who
+    gives its memory back at once never has them all.
     """
     open_: dict[object, list[tuple[str, Tensor]]] = {}
     size: dict[object, int] = {}
@@ -36,4 +37,4 @@ def cut(
     closed += open_.values()
     place = {name: i for i, (name, _) in enumerate(named)}
     closed.sort(key=lambda group: -place[group[-1][0]])  # as they fill, which several kinds do not in turn
-    return [Bucket(i, group, world) for i, group in enumerate(closed)]
+    return (Bucket(i, group, world) for i, group in enumerate(closed))

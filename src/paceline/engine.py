@@ -71,7 +71,7 @@ class Engine:
         self.weigh: Callable[[Bucket], Watch] = lambda b: []  # hooks.py: multiply them by window.scale before
         self.look: Callable[[], None] = lambda: None  # tuner.py: a forward begins
         self.buckets = self.ex.buckets
-        self.buffers = cut(buffers, comm.world, bucket_bytes)
+        self.buffers = list(cut(buffers, comm.world, bucket_bytes))
         self.under_way = False  # a backward is
         self.asked = False  # to step; hooks.py looks whether a loss scaler did
         self.exchanged = self.landed = False  # the gradients of this step have left; their means are here
@@ -83,6 +83,7 @@ class Engine:
         self._ready: list[Bucket] = []  # pieces that could leave
         self._out: list[Bucket] = []  # ... and those that have left
         self._sends = False
+        self.company = False  # api.py: one backward may feed other engines too
         self._backwards = self._sent = 0
         self.crossing = Crossing(self)
 
@@ -173,6 +174,9 @@ class Engine:
             if self._final and b is self._final.pieces[0]:
                 self.poll.close(self._final, self.buckets, self.pipeline.backlog())
             self.pipeline.start(self.ex.grad(b), of=b.whole, size=b.flat.nbytes)
+            if not self.company:  # or a worker might wait here for one engine, and another for the other
+                with self.waiting():
+                    self.pipeline.drain(left=self.method.layout.at_once)
 
     def _load(self, b: Bucket) -> None:
         b.take()
@@ -325,6 +329,7 @@ class Engine:
             for b in self.buckets:
                 b.step = self.ex.step
                 self.pipeline.start(what(b))
+                self.pipeline.drain(left=self.method.layout.at_once)
             if buffers:
                 self._share_buffers()
             self.pipeline.drain()
@@ -355,11 +360,14 @@ class Engine:
         self.rollback()  # of a step that was exchanged and never made: a loss scaler has found infinities
         self.window.over()
         do()
+        for b in self.buckets:
+            b.drop()
 
     def settle(self) -> None:
         """Before an evaluation, a checkpoint and the end: what is under way arrives."""
         self.crossing.land()
         self.method.sync.settle(self.ex)
+        self.method.layout.settle(self.ex)
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:

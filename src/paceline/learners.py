@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from paceline.comm import Alone
+from paceline.alone import Alone
 from paceline.convolution import Products
 from paceline.environment import Environment
 from paceline.errors import DataError, UsageError

@@ -7,6 +7,7 @@ A `Method` is one part for each question about a step: how is a mean estimated (
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -194,6 +195,7 @@ class Layout(Part):
 
     axis: ClassVar[str] = "layout"
     background: ClassVar[bool] = False  # it wants `ex.background`, a lane beside the gradients'
+    at_once: ClassVar[int] = sys.maxsize  # buckets under way together; fewer where the memory of more would count
 
     def check(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that cannot be stepped as the state is shared out."""
@@ -218,6 +220,9 @@ class Layout(Part):
 
     async def publish(self, b: Bucket, ex: Exchange) -> None:
         """After the optimizer: give the others the parameters this worker updated for them."""
+
+    def settle(self, ex: Exchange) -> None:
+        """Before an evaluation, a checkpoint and the end: let what is under way arrive."""
 
     def collect(self, ex: Exchange) -> None:
         """Before buckets are cut anew: all is whole again, in the model and the optimizer of every worker."""

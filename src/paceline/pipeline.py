@@ -69,9 +69,9 @@ class Pipeline:
         """Run to the first await, which puts bytes on the wire. `of`, `size`: what it is about, to ask for it later."""
         self._advance(coroutine, of, size)
 
-    def drain(self, of: object = None) -> None:
-        """Finish everything that is under way; or go on in the same order only until all about `of` has ended."""
-        while self._live if of is None else self.carries(of):
+    def drain(self, of: object = None, left: int = 0) -> None:
+        """Finish what is under way, in that order: until so many are left, or until all about `of` has ended."""
+        while len(self._live) > left if of is None else self.carries(of):
             self._advance(*self._live.popleft()[:3])
 
     def carries(self, of: object) -> bool:

@@ -74,6 +74,7 @@ class Session:
         """
         for engine in self.pack:
             engine.crossing.land()
+            engine.method.layout.settle(engine.ex)
             if engine.method.sync.own_pace:
                 engine.method.sync.settle(engine.ex)
 

@@ -9,6 +9,8 @@ from laws_table import BUCKETS, fresh, reducers, vector
 from paceline.pipeline import Pipeline
 from processes import run, values
 
+GLOO = {"PACELINE_COLLECTIVES": "flat"}  # one host would use its shared memory
+
 
 def _lane(name="laws"):
     from paceline import api
@@ -46,7 +48,7 @@ def every_reducer(rank):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_conservation_agreement_and_bytes_over_gloo(world):
-    for case in zip(*values(run(world, every_reducer)), strict=True):
+    for case in zip(*values(run(world, every_reducer, env=GLOO)), strict=True):
         name, tolerance = case[0][0], case[0][6]
         x, mean, left = (torch.stack([worker[i] for worker in case]).double() for i in (1, 2, 3))
         assert torch.equal(mean, mean[0].expand_as(mean)), f"{name}: workers disagree"
@@ -98,11 +100,28 @@ def test_every_operation_as_the_contract_says_and_as_threads_do(world):
         return results, comm.sent
 
     for (gloo, sent), (thread, counted) in zip(
-        values(run(world, every_operation)), threads.run(world, on_threads), strict=True
+        values(run(world, every_operation, env=GLOO)), threads.run(world, on_threads), strict=True
     ):
         for a, b in zip(gloo, thread, strict=True):
             torch.testing.assert_close(a, b)
         assert sent == counted, "the two count bytes differently"
+
+
+def scattered(rank):
+    comm, results = _lane(), []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = torch.randn(3, 32 * comm.world, generator=torch.Generator().manual_seed(0)).to(dtype)
+        results.append(comm.scatter_mean(x[rank].clone()).wait().float())
+    return results
+
+
+def test_a_slice_of_the_mean_is_added_up_in_rank_order_and_rounded_once():
+    whole = torch.randn(3, 96, generator=torch.Generator().manual_seed(0))
+    for rank, slices in enumerate(values(run(3, scattered, env=GLOO))):
+        for got, dtype in zip(slices, (torch.float32, torch.bfloat16, torch.float16), strict=True):
+            a, b, c = whole.to(dtype).float()
+            want = ((a + b + c) / 3).to(dtype).float()
+            assert torch.equal(got, want[32 * rank : 32 * (rank + 1)])
 
 
 def late(rank):

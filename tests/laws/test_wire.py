@@ -26,7 +26,7 @@ from paceline.lab.namespaces import Lab
 SRC = Path(next(iter(paceline.__path__))).parent
 HEADER, FULL = 66, 1514
 WORLD, STEPS = 2, 4
-METHODS = ["exact", "half", "int8", "qsgd", "topk", "sign", "powersgd"]
+METHODS = ["exact", "half", "int8", "qsgd", "topk", "sign", "powersgd", "zero1"]
 
 # One pair of processes measures all methods: starting torch for each of them would take most of the time.
 SCRIPT = """
@@ -67,6 +67,7 @@ for method in sys.argv[2:]:
     world, slots = engine.comm.world, sum(len(b.slots) for b in engine.buckets)
     print(json.dumps({
         "method": method,
+        # zero1 sends half of the formula for the gradients, and as much for the parameters.
         "formula": sum(engine.method.reducer.sends(b, world) for b in engine.buckets),
         # A mean that is exact whispers inside its last bucket; others sum one vector of fp64: ballot.py.
         "ballot": 0 if engine.ex.exact_everywhere else 2 * 8 * (2 * world + slots + 1) * (world - 1) // world,
@@ -127,7 +128,7 @@ def test_what_comm_counts_is_what_the_interface_sends(measured: dict[str, list[d
         assert payload == pytest.approx(worker["counted"], rel=0.02)
 
 
-@pytest.mark.parametrize("method", ["exact", "half", "int8", "qsgd"])  # the others' frames are not full
+@pytest.mark.parametrize("method", ["exact", "half", "int8", "qsgd", "zero1"])  # the others' frames are not full
 def test_headers_are_the_share_that_ethernet_says(measured: dict[str, list[dict[str, Any]]], method: str) -> None:
     payload = FULL - HEADER
     none_alone, all_alone = FULL / payload, FULL / payload + HEADER / (2 * payload)  # acknowledgements

@@ -26,8 +26,8 @@ from torch.utils.data import (
 
 import threads
 from paceline import sampling
+from paceline.alone import Alone
 from paceline.balances.even import Even
-from paceline.comm import Alone
 from paceline.errors import DataError, MismatchError, PacelineError, UsageError
 from paceline.loader import Batch, Loader
 from paceline.telemetry import Recorder

@@ -25,7 +25,8 @@ class Zero3(Shards):
     """Stage 3 of ZeRO: as stage 2, and parameters are gathered before a module computes and given back after.
 
     With 16-bit parameters and Adam a worker holds 16/W bytes a parameter between steps; while it computes, beside
-    them, the buckets of the module that runs and of the next one.
+    them, the buckets of the module that runs and of the next one. Parameters that are frozen from the start are shared
+    out too, 2/W.
     """
 
     name: ClassVar[str] = "zero3"
@@ -37,8 +38,11 @@ class Zero3(Shards):
         super().attach(models, ex)
         self.loans = Loans(ex)
         hooks.lend(models, self.loans)
+        if ex.world > 1:
+            self.loans.lend_frozen(named for model in models for named in model.named_parameters())
 
     def source(self, b: Bucket, ex: Exchange) -> Tensor:
+        self.loans.thaw(b)
         return self.loans.add(b).mine
 
     def own(self, b: Bucket, ex: Exchange) -> None:
@@ -64,12 +68,13 @@ class Zero3(Shards):
                 else:
                     for piece in (piece for piece in pieces if piece.apart):
                         piece.now().copy_(piece.param)
+        self.loans.ask_first()
         return result
+
+    def settle(self, ex: Exchange) -> None:
+        self.loans.settle()
 
     def collect(self, ex: Exchange) -> None:
         super().collect(ex)
         self.loans.give_back()
-        for loan in self.loans.of.values():
-            loan.start()
-            loan.wait()
-        self.loans.clear()
+        self.loans.end_trained()

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.comm import Alone, DistComm
+from paceline.alone import Alone
+from paceline.comm import DistComm
 from paceline.environment import Environment, board_prefix, check_transport
 from paceline.errors import DeadlineError, MismatchError, UsageError, nearest
 from paceline.membership.board import StoreBoard

@@ -10,9 +10,14 @@ and no module that uses it is still running. The backward of a module's output b
 when its gradients have left.
 
 [Note: ahead] What is borrowed next is asked for ahead, by the order of the last step: while a layer computes, the next
-one's bytes travel. A step that borrows otherwise throws that order away at the first difference, and what it does
-becomes the order of the next. Every worker must borrow in one order; each slice says of which bucket it is, so
-that two that do not are found out.
+one's bytes travel; those of the first travel from the end of the last step on. A step that borrows otherwise throws
+that order away at the first difference, and what it does becomes the order of the next. Every worker must borrow in
+one order; each slice says of which bucket it is, so that two that do not are found out.
+
+[Note: frozen] Parameters that are not trained have no gradients and no place in the engine's buckets, but are lent like
+all others, in buckets of their own with negative numbers. One that is thawed comes home with its whole bucket before
+the engine takes it up; those that stay frozen are lent anew. In backward they come and stay until the step: nothing
+tells when autograd is through with them.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ import torch
 from torch import Tensor
 
 from paceline.bucket import Bucket, Slot
+from paceline.cutting import cut
 from paceline.errors import MismatchError, UsageError
 from paceline.pipeline import Task
 
@@ -34,6 +40,7 @@ if TYPE_CHECKING:
 
 _STAMPS = 251  # whole numbers that are exact in any floating-point format
 _LONGEST = 10_000
+_FROZEN_BYTES = 4 << 20  # of frozen parameters to a bucket
 
 
 class Loan:
@@ -47,6 +54,8 @@ class Loan:
         self._views = b.views(self.whole)
         self._away = [view.new_full((), torch.nan).expand(view.shape) for view in self._views]
         self._coming: Task[None] | None = None
+        for s in b.slots:
+            _check_here(s)
         torch._foreach_copy_(self._views, [s.param.detach() for s in b.slots])
         self.take()
         self.free()
@@ -55,9 +64,13 @@ class Loan:
     def here(self) -> bool:
         return bool(self.whole.untyped_storage().nbytes())
 
+    @property
+    def coming(self) -> bool:
+        return self._coming is not None
+
     def start(self) -> None:
         """Ask for it."""
-        if not self.here and self._coming is None:
+        if not self.here and not self.coming:
             self._coming = Task(self._fetch())
 
     def wait(self) -> None:
@@ -127,6 +140,36 @@ class Loans:
         self.home |= {id(s.param): b.index for s in b.slots}
         return self.of[b.index]
 
+    def lend_frozen(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """[Note: frozen]. What another optimizer's layout has lent already stays with it."""
+        new = [(name, p) for name, p in named if not p.requires_grad and _lendable(p) and id(p) not in self.home]
+        for b in cut(list({id(p): (name, p) for name, p in new}.values()), self.ex.world, _FROZEN_BYTES):
+            length = b.flat.numel() // self.ex.world
+            b.own = slice(self.ex.rank * length, (self.ex.rank + 1) * length)
+            b.index = min([0, *self.of]) - 1
+            self.add(b)
+            b.free()
+
+    def thaw(self, b: Bucket) -> None:
+        """Before its parameters are taken up: those that were lent as frozen come home."""
+        for i in self.buckets(s.param for s in b.slots):
+            slots = self._end(i)
+            self.lend_frozen((s.name, s.param) for s in slots)
+
+    def _end(self, i: int) -> list[Slot]:
+        """The parameters are whole, and stay so."""
+        loan = self.of.pop(i)
+        loan.start()
+        loan.wait()
+        for s in loan.bucket.slots:
+            del self.home[id(s.param)]
+        self.route = {True: Route(), False: Route()}
+        return loan.bucket.slots
+
+    def end_trained(self) -> None:
+        for i in [i for i in self.of if i >= 0]:
+            self._end(i)
+
     def buckets(self, params: Iterable[Tensor]) -> list[int]:
         return list(dict.fromkeys(self.home[id(p)] for p in params if id(p) in self.home))
 
@@ -173,14 +216,36 @@ class Loans:
 
     def give_back(self) -> None:
         """All of them, and what was asked for and not used: a step changes them."""
+        self.settle()
         for loan in self.of.values():
-            loan.wait()
             loan.free()
         self._used.clear()
         self.route[True].over()
 
-    def clear(self) -> None:
-        """The parameters stay as they are."""
-        self.of.clear()
-        self.home.clear()
-        self.route = {True: Route(), False: Route()}
+    def ask_first(self) -> None:
+        """After a step: for what the next one begins with, if it goes as the last one did."""
+        for i in self.route[True].last[:1]:
+            self.of[i].start()
+
+    def settle(self) -> None:
+        """What was asked for arrives."""
+        with torch.no_grad():
+            for loan in self.of.values():
+                loan.wait()
+
+
+def _lendable(p: Tensor) -> bool:
+    return (p.is_floating_point() or p.is_complex()) and p.numel() > 1 and not _away(p)
+
+
+def _away(p: Tensor) -> bool:
+    return p.untyped_storage().nbytes() < p.nbytes
+
+
+def _check_here(slot: Slot) -> None:
+    if _away(slot.param):
+        raise UsageError(
+            f"the parameter {slot.name} was frozen when another optimizer was prepared, and has been shared out",
+            why="that optimizer's layout lends it to the modules",
+            do="let it be trained when paceline.prepare is called and freeze it after, or use one optimizer",
+        )

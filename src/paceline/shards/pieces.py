@@ -19,7 +19,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -46,6 +46,8 @@ _STATE_BYTES = 12  # a parameter: the fp32 master and Adam's two moments
 @dataclass(kw_only=True)
 class Shards(Layout):
     """[Note: shards]. A stage says what becomes of the gradients and of the parameters."""
+
+    at_once: ClassVar[int] = 4  # enough for the wire to be busy while the next is made
 
     store: Literal["device", "cpu"] = knob("device", "where the optimizer's state lives")
     device_gb: float = knob(0.0, "with store=cpu: how much of it stays on the device all the same", unit="GB", low=0.0)
