@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 SEQUENCE, VOCABULARY = 1024, 50304
@@ -76,9 +75,13 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         q, k, v = self.qkv(self.norm_1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
+        seen = (
+            nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .reshape(batch, length, width)
+        )
         x = x + self.out(seen)
-        return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
+        return x + self.down(nn.functional.gelu(self.up(self.norm_2(x)), approximate="tanh"))
 
 
 class GPT(nn.Module):
@@ -94,7 +97,7 @@ class GPT(nn.Module):
         h = self.token(x) + self.place(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks:
             h = checkpoint(block, h, use_reentrant=False)
-        return F.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
+        return nn.functional.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
 
 
 def build(size: str) -> GPT:
@@ -103,7 +106,7 @@ def build(size: str) -> GPT:
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
         model = GPT(*SIZES[size])
-        for name, p in model.named_parameters():
+        for p in model.parameters():
             if p.dim() == 2:
                 nn.init.normal_(p, std=0.02)
     torch.set_default_dtype(before)
