@@ -43,6 +43,11 @@ class SlicedGrad(Tensor):
         grad.pieces, grad.comm = pieces, comm
         return grad
 
+    def arrive(self) -> None:
+        """What of it is on its way to this worker's memory is there."""
+        for piece in self.pieces:
+            piece.grad()
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"SlicedGrad({list(self.shape)}, in slices on {self.comm.world} workers)"
 
@@ -88,14 +93,14 @@ def _here(grads: Sequence[Tensor]) -> tuple[list[Piece], list[Tensor]]:
 def _each(name: str, grads: Sequence[Tensor], rest: Sequence[Any], kwargs: dict[str, Any]) -> None:
     remembering, memory = _here(grads)
     plain = name.removeprefix("_foreach_")
-    if remembering and plain not in ("mul_", "div_"):
+    if remembering and plain not in ("mul_", "div_", "zero_"):
         raise UsageError(
             f"{plain}: this gradient has left the device",
             why="its state is on the host, and so is it; it may be stepped already",
             do="clip by norm with torch.nn.utils, or multiply it; for more, use store=device",
         )
     for piece in remembering:
-        piece.scale(rest[0] if plain == "mul_" else 1.0 / rest[0])
+        piece.scale(0.0 if plain == "zero_" else rest[0] if plain == "mul_" else 1.0 / rest[0])
     if name.startswith("_foreach_"):
         if memory:
             getattr(torch, name)(memory, *rest, **kwargs)

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.bucket import Bucket, Slot
 from paceline.errors import MethodError
+from paceline.shards.grad import SlicedGrad
 from paceline.shards.loans import Loans
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ def watch_arrivals(slots: list[Slot]) -> list[RemovableHandle]:
 
 def _make_room(slot: Slot) -> Callable[[Tensor], None]:
     def before(grad: Tensor) -> None:
-        if slot.param.grad is slot.shown:
+        if isinstance(slot.shown, SlicedGrad) and slot.param.grad is slot.shown:
+            slot.shown.arrive()
             slot.param.grad, slot.carried = None, True
 
     return before

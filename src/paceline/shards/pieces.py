@@ -122,6 +122,7 @@ class Shards(Layout):
     def hand(self, b: Bucket, ex: Exchange) -> None:
         """What is kept goes to where it will be stepped."""
         if self.offload is not None:
+            self.offload.bring(b)
             self.offload.hand(b, ex)
 
     def published(self, b: Bucket) -> None:

@@ -70,7 +70,18 @@ class AwayPiece(Piece):
         return super().grad()
 
     def scale(self, factor: Tensor | float) -> None:
-        self.factors.append(factor)
+        if not isinstance(factor, Tensor) and factor == 0.0:  # of what is not finite too
+            self.away.take_back()
+            self.grad().zero_()
+            self.away.norm_of[self] = torch.zeros_like(self.away.norm_of[self])
+            self.factors.clear()
+        else:
+            self.factors.append(factor)
+
+    def scaled(self, x: Tensor) -> None:
+        """What was made of its gradient becomes of x, which is on the device, in place."""
+        for factor in self.factors:
+            x[self.here].mul_(factor)
 
     def norm(self, p: float, dtype: torch.dtype) -> Tensor:
         known = p == 2 and self.away.handed
@@ -125,7 +136,7 @@ class Away:
         """This worker's slice of a mean leaves the device; with a guess, the host goes on with it."""
         self.take_back()
         self.wait()
-        norms = torch._foreach_norm([mean[piece.here] for piece in self.pieces], 2, torch.float32) or [mean.sum()]
+        norms = _norms([mean[piece.here] for piece in self.pieces]) or [mean.new_zeros((), dtype=torch.float32)]
         self.norm_of = dict(zip(self.pieces, norms, strict=False))
         self._came = self.lanes.out([(mean, self.g), (torch.stack(norms).sum(0, keepdim=True), self._finite)])
         self.bucket.kept = self.g
@@ -255,8 +266,7 @@ class Away:
     def _marks(self) -> tuple[list[int], Tensor]:
         """Of the parameters: what torch knows of, and what was done behind its back."""
         now = [piece.now() for piece in self.pieces]
-        norms = torch._foreach_norm(now, 2, torch.float32) if now else [torch.zeros((), device=self.bucket.device)]
-        return [x._version for x in now], torch.stack(norms)
+        return [x._version for x in now], torch.stack(_norms(now)) if now else torch.zeros(1, device=self.bucket.device)
 
     def published(self) -> None:
         """The parameters are what their masters say."""
@@ -283,3 +293,7 @@ def _runs(places: Iterable[slice]) -> Iterator[tuple[int, int]]:
             start = place.start
         stop = place.stop
     yield start, stop
+
+
+def _norms(tensors: list[Tensor]) -> list[Tensor]:
+    return list(torch._foreach_norm(tensors, 2, torch.float32)) if tensors else []

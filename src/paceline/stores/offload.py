@@ -44,6 +44,13 @@ class Offload:
             guess = away.wishes(ex.optimizer, self._groups(ex.optimizer)) if self.trusts and sure else None
             away.hand(b.kept, guess)
 
+    def bring(self, b: Bucket) -> None:
+        """What a mean will be added to comes back."""
+        if b.index in self.of and b.aside is not None:
+            b.aside = b.aside.to(b.device)
+            for piece in self.of[b.index].pieces:
+                piece.scaled(b.aside)
+
     def _groups(self, optimizer: Optimizer) -> Groups:
         """How each parameter is stepped, as of now."""
         groups = optimizer.param_groups
