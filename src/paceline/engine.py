@@ -174,7 +174,7 @@ class Engine:
             if self._final and b is self._final.pieces[0]:
                 self.poll.close(self._final, self.buckets, self.pipeline.backlog())
             self.pipeline.start(self.ex.grad(b), of=b.whole, size=b.flat.nbytes)
-            if not self.company:  # or a worker might wait here for one engine, and another for the other
+            if len(self._out) > self.method.layout.at_once and not self.company:  # or two might wait for each other
                 with self.waiting():
                     self.pipeline.drain(left=self.method.layout.at_once)
 
