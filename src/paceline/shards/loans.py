@@ -73,6 +73,11 @@ class Loan:
         if not self.here and not self.coming:
             self._coming = Task(self._fetch())
 
+    def ahead(self) -> None:
+        """Ask for what will be needed, unless it would be there at once, and take memory before its time."""
+        if self.comm.world > 1:
+            self.start()
+
     def wait(self) -> None:
         """What was asked for arrives."""
         if self._coming is not None:
@@ -195,7 +200,7 @@ class Loans:
     def _get(self, i: int, route: Route) -> None:
         self.of[i].start()
         if (ahead := route.next(i)) is not None:
-            self.of[ahead].start()
+            self.of[ahead].ahead()
         self.of[i].wait()
 
     def _give_back_unused(self, but: list[int]) -> None:
@@ -225,7 +230,7 @@ class Loans:
     def ask_first(self) -> None:
         """After a step: for what the next one begins with, if it goes as the last one did."""
         for i in self.route[True].last[:1]:
-            self.of[i].start()
+            self.of[i].ahead()
 
     def settle(self) -> None:
         """What was asked for arrives."""
