@@ -5,7 +5,7 @@ They are taken in reverse order of registration, which is about the order in whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -16,8 +16,9 @@ Kind = Callable[[str, Tensor], Hashable] | None  # by name and parameter: those 
 
 def cut(
     named: Sequence[tuple[str, Tensor]], world: int, cap_bytes: int, first_bytes: int | None = None, kind: Kind = None
-) -> list[Bucket]:
-    """Buckets of at most cap_bytes, one dtype, device and kind each, numbered as they fill.
+) -> Iterator[Bucket]:
+    """Buckets of at most cap_bytes, one dtype, device and kind each, numbered as they fill. One by one: a layout may
+    give the memory of each back before the next is made.
 
     A larger parameter is alone, but for the little that came just before it: a bias is not worth an operation. The
     first bucket is smaller: the sooner it is full, the sooner the wire is busy.
@@ -36,4 +37,5 @@ def cut(
     closed += open_.values()
     place = {name: i for i, (name, _) in enumerate(named)}
     closed.sort(key=lambda group: -place[group[-1][0]])  # as they fill, which several kinds do not in turn
-    return [Bucket(i, group, world) for i, group in enumerate(closed)]
+    for i, group in enumerate(closed):
+        yield Bucket(i, group, world)

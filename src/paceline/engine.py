@@ -71,7 +71,7 @@ class Engine:
         self.weigh: Callable[[Bucket], Watch] = lambda b: []  # hooks.py: multiply them by window.scale before
         self.look: Callable[[], None] = lambda: None  # tuner.py: a forward begins
         self.buckets = self.ex.buckets
-        self.buffers = cut(buffers, comm.world, bucket_bytes)
+        self.buffers = list(cut(buffers, comm.world, bucket_bytes))
         self.under_way = False  # a backward is
         self.asked = False  # to step; hooks.py looks whether a loss scaler did
         self.exchanged = self.landed = False  # the gradients of this step have left; their means are here

@@ -211,7 +211,7 @@ def test_a_choice_is_no_exact_mean_and_refuses_by_what_is_inside():
 def test_kinds_never_share_a_bucket_and_are_numbered_as_they_fill():
     """A bucket must not wait behind one that fills later: the order of backward lets nobody overtake."""
     named = [(f"{i}{k}", nn.Parameter(torch.zeros(s))) for i in range(3) for k, s in (("b", (20,)), ("w", (20, 20)))]
-    buckets = cut(named, 2, 1600, kind=lambda name, p: p.dim())
+    buckets = list(cut(named, 2, 1600, kind=lambda name, p: p.dim()))
     assert [[s.name for s in b.slots] for b in buckets] == [["2w"], ["1w"], ["0w"], ["2b", "1b", "0b"]]
     assert [b.index for b in buckets] == [0, 1, 2, 3]
 

@@ -123,7 +123,7 @@ def test_whose_bytes_they_are() -> None:
     """The nearest coroutine that was given a bucket, or part that has one in hand; nobody else's `b` counts."""
     import sys
 
-    buckets = cut([("w", nn.Parameter(torch.ones(4))), ("v", nn.Parameter(torch.ones(400)))], 2, cap_bytes=64)
+    buckets = list(cut([("w", nn.Parameter(torch.ones(4))), ("v", nn.Parameter(torch.ones(400)))], 2, cap_bytes=64))
     found: list[Bucket | None] = []
 
     def look() -> None:
