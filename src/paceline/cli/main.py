@@ -12,6 +12,7 @@ from rich.text import Text
 
 from paceline import __version__
 from paceline.cli.doctor import doctor
+from paceline.cli.export import export
 from paceline.cli.methods import methods
 from paceline.cli.race import race
 from paceline.cli.run import run
@@ -52,6 +53,7 @@ app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(methods)
 app.command()(doctor)
 app.command()(race)
+app.command()(export)
 
 
 def main() -> None:

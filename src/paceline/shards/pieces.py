@@ -17,7 +17,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -72,6 +72,12 @@ class Piece:
         else:  # the user's own
             self.param.grad = self.of(p.grad).to(self.param.dtype)
 
+    def write(self, x: Tensor) -> None:
+        """The parameter's elements become these."""
+        self.now().copy_(x)
+        if self.apart:
+            self.param.copy_(x)
+
     def of(self, x: Tensor) -> Tensor:
         """This stretch of a tensor in the parameter's shape."""
         like = torch.empty_like(self.slot.view, dtype=x.dtype, device=self.param.device)
@@ -81,6 +87,8 @@ class Piece:
 @dataclass(kw_only=True)
 class Shards(Layout):
     """[Note: shards]. A stage says what becomes of the gradients and of the parameters."""
+
+    lends: ClassVar[bool] = False  # parameters are whole only while a module computes with them
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,6 +121,9 @@ class Shards(Layout):
     def source(self, b: Bucket, ex: Exchange) -> Tensor | None:
         """A vector of its own for this worker's slice of the parameters, where they are not whole on every worker."""
         return None
+
+    def put_away(self) -> None:
+        """Slices are going to be written from outside: what was made whole out of them goes."""
 
     async def keep_slice(self, b: Bucket, ex: Exchange) -> None:
         """Of the mean this worker's slice stays, and the bucket's memory is given back."""
