@@ -32,6 +32,7 @@ from paceline.parts import Comm, Part
 from paceline.race.peers import PEERS, prepare_peer
 from paceline.session import SLOW_MBIT, Session
 from paceline.settings import Settings
+from paceline.shards.pieces import Shards
 from paceline.telemetry import Moment, Recorder
 from paceline.things import Things
 from paceline.trace import hooks as trace_hooks
@@ -82,7 +83,8 @@ def prepare(*objects: Any, method: str | Method | Part | None = None, **argument
     _session.agree(things, peer or json.dumps(chosen.config(), sort_keys=True), settings)
     new: dict[int, Any] = {}
     engines: list[Engine] = []
-    fill = _values(_session, things, settings, later=peer is None and getattr(chosen.layout, "lends", False))
+    lends = peer is None and isinstance(chosen.layout, Shards) and chosen.layout.lends
+    fill = _values(_session, things, settings, later=lends)
     if peer is None:
         engines = _engines(_session, things, chosen, settings)
         fill(engines)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import threads
-from paceline import registry
+from paceline import consensus, registry
 from paceline.checkpoint import load as loading
 from paceline.checkpoint import save as saving
 from paceline.checkpoint.reader import Checkpoint, whole
@@ -19,7 +19,7 @@ from paceline.errors import CheckpointError, UsageError
 from paceline.method import Method, method
 from paceline.things import Things
 from paceline.threadcomm import ThreadComm
-from rig import Complex, Rig, adamw, built, close, data, mlp, same, sgd
+from rig import Complex, Rig, adamw, built, close, data, mlp, same, sgd, weights
 
 LAYOUTS = list(registry.parts("layout"))
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
@@ -143,6 +143,27 @@ def test_on_other_workers_with_another_layout(tmp_path, worlds, before, after):
     close(same(then), same(straight), tol=1e-5)
 
 
+@pytest.mark.parametrize("orders", [(torch.channels_last, torch.contiguous_format), (torch.contiguous_format, None)])
+def test_another_order_of_memory_than_it_was_saved_in(tmp_path, orders):
+    def conv(order):
+        net = nn.Sequential(nn.Unflatten(1, (6, 1, 1)), nn.Conv2d(6, 8, 3, padding=1), nn.Flatten(), nn.Linear(8, 3))
+        return lambda: built(lambda: net)().to(memory_format=order or torch.channels_last)
+
+    before, after = (conv(order) for order in orders)
+    trained(3, "zero3", data(3), make=before, end=lambda one: save(one, tmp_path / "a"))
+    saved = Checkpoint(tmp_path / "a" / "step-000003")
+
+    def again(one):
+        load(one, tmp_path / "a")
+        save(one, tmp_path / "b")
+
+    trained(2, "zero2", [], make=after, begin=again)
+    other = Checkpoint(tmp_path / "b" / "step-000003")
+    for key in ("model/1.weight", "optimizer/0/1.weight/exp_avg"):
+        assert saved.manifest.tensors[key].strides != other.manifest.tensors[key].strides
+        assert torch.equal(whole(saved, key), whole(other, key)), key
+
+
 def test_sharing_it_out_anew_changes_no_bit(tmp_path):
     trained(3, "zero3", data(4), end=lambda one: save(one, tmp_path / "0"))
     for i, (world, layout) in enumerate([(2, "zero1"), (4, "replicated"), (1, "zero3"), (3, "zero3")]):
@@ -184,6 +205,40 @@ def test_the_mean_of_leftovers_stays_what_it_was(tmp_path):
     before, after = (sum(means[w, r] for r in range(w)) / w for w in (3, 2))
     assert before.abs().max() > 0
     close(after, before)
+
+
+@pytest.mark.parametrize("sync", ["local_sgd", "sma"])
+def test_on_other_workers_all_begin_where_those_agreed(tmp_path, sync):
+    centre = {}
+
+    def end(one):
+        save(one, tmp_path)
+        with consensus.agreed(one.engine):
+            centre[one.comm.rank] = weights(one.model).clone()
+        assert not torch.equal(weights(one.model), centre[one.comm.rank]), "a worker's own"
+
+    trained(3, sync, data(5), optimizer=sgd, end=end)
+    for got in trained(2, sync, [], optimizer=sgd, begin=lambda one: load(one, tmp_path)):
+        assert torch.equal(got, centre[0])
+
+
+def test_what_was_made_whole_before_is_not_used_after(tmp_path):
+    """zero3: an evaluation leaves parameters behind, whole, that a load makes old."""
+    x, y = data(1)[0]
+
+    def loss(one):
+        with torch.no_grad():
+            return cross_entropy(one.model(x), y)
+
+    def end(one):
+        save(one, tmp_path)
+        before = loss(one)
+        walk(one, data(3))
+        assert not torch.equal(loss(one), before)
+        load(one, tmp_path)
+        assert torch.equal(loss(one), before)
+
+    trained(2, "zero3", data(2), end=end)
 
 
 @layouts
@@ -236,6 +291,13 @@ def test_a_schedule_and_groups(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ what is refused
+
+
+def test_another_method_goes_on_without_what_the_old_one_remembered(tmp_path, capsys):
+    straight = trained(2, "topk", data(3), end=lambda one: save(one, tmp_path))
+    after = trained(2, "exact", [], begin=lambda one: load(one, tmp_path))
+    assert torch.equal(same(after), same(straight))
+    assert "reducer/0/error_feedback" in capsys.readouterr().err
 
 
 def test_half_a_step_is_not_saved(tmp_path):

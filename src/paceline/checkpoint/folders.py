@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from paceline.checkpoint import manifest
@@ -74,9 +75,9 @@ def _looked_at(path: Path, comm: Comm) -> list[str]:
     """What is wrong with it, as far as this worker looks."""
     try:
         saved = Checkpoint(path)
-        for i in range(len(saved.manifest.files)):
-            if i // 2 % comm.world == comm.rank:  # each worker has written two
-                saved.check_file(i)
+        mine = [i for i in range(len(saved.manifest.files)) if i // 2 % comm.world == comm.rank]  # a worker writes two
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(saved.check_file, mine))
     except CheckpointError as error:
         return [error.what, error.why, error.do]
     return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -158,11 +159,15 @@ class Loading:
         self.names, self.owned = Names(things.models), Owned(engines)
         self.own = names.own(comm.rank) if self.manifest.world == comm.world else None
         self._slots: dict[str, set[str]] = defaultdict(set)  # of optimizer/I/NAME/
+        self._words: dict[str, list[str]] = defaultdict(list)  # of worker/R/part/I/PATH
         for key in (*self.manifest.tensors, *self.manifest.values):
             common = key.split("/", 2)[2] if key.startswith("worker/") else key
             if common.startswith("optimizer/"):
                 before, _, slot = common.rpartition("/")
                 self._slots[before + "/"].add(slot)
+            elif common.startswith("part/"):
+                before, _, word = key.partition(" ")
+                self._words[before + " "].append(word)
 
     def load(self) -> None:
         wrong = _differences(self.saved, self.names) + _strangers(self.saved, self.names)
@@ -174,6 +179,7 @@ class Loading:
             for group in opt.param_groups:
                 for p in group["params"]:
                     self._memory(i, opt, p, beside=bool(group.get("capturable") or group.get("fused")))
+        self._say_what_is_left()
         for i, engine in enumerate(self.engines):
             self._parts(i, engine)
             engine.ex.step = self.manifest.step
@@ -267,14 +273,19 @@ class Loading:
             saves = [self._remembered(names.own(r) + prefix, places) for r in range(self.manifest.world)]
             part.state.load(self._merge(saves), engine.buckets)
 
+    def _say_what_is_left(self) -> None:
+        busy = [(i, engine.method) for i, engine in enumerate(self.engines) if not engine.idle]
+        here = {names.part(i, path) for i, method in busy for path, _ in names.paths(method)}
+        lost = sorted({prefix.split("/", 2)[2] for prefix in self._words} - here)
+        if lost and self.engines and self.comm.rank == 0:
+            parts = ", ".join(prefix.split("/", 2)[2].strip() for prefix in lost)
+            print(f"paceline: left behind, for it is not in use here: what {parts} remembered", file=sys.stderr)
+
     def _remembered(self, prefix: str, places: set[str]) -> dict[Any, Any]:
         found: dict[Any, Any] = {}
-        for at, value in self.manifest.values.items():
-            if at.startswith(prefix):
-                found[names.key(at.removeprefix(prefix))] = number(value)
-        for at in self.manifest.tensors:
-            if at.startswith(prefix):
-                found[names.key(at.removeprefix(prefix))] = whole(self.saved, at)
+        for word in self._words[prefix]:
+            value = self.manifest.values.get(prefix + word)
+            found[names.key(word)] = whole(self.saved, prefix + word) if value is None else number(value)
         strange = [key for key in found if isinstance(key, tuple) and key[0] not in places]
         if strange:
             raise CheckpointError(

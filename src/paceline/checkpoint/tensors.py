@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -56,6 +57,7 @@ class TensorFile:
         self.path = path
         self._left = list(specs)
         self._sha256, self.nbytes = hashlib.sha256(), 0
+        self._hashing = ThreadPoolExecutor(1)  # while the same bytes are written
         header = _header(self._left, metadata or {})
         # Not one that is there already, and not what a link points to.
         self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666), "wb")
@@ -70,8 +72,11 @@ class TensorFile:
             self._write(flat.view(torch.uint8).numpy().data)
 
     def _write(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
-        self._sha256.update(data)
+        hashed = self._hashing.submit(self._sha256.update, data)
+        try:
+            self._file.write(data)
+        finally:
+            hashed.result()
         self.nbytes += len(data)
 
     def sha256(self) -> str:
@@ -87,6 +92,7 @@ class TensorFile:
                 self._file.flush()
                 os.fsync(self._file.fileno())
         finally:
+            self._hashing.shutdown()
             self._file.close()
 
 
