@@ -102,6 +102,20 @@ def test_16_bits_and_their_masters(tmp_path, layout):
     equal(*goes_on(tmp_path, 2, layout, make=lambda: mlp().bfloat16(), narrow=True))
 
 
+def test_masters_that_were_not_saved_are_the_weights(tmp_path):
+    def narrow():
+        return mlp().bfloat16()
+
+    def end(one):
+        load(one, tmp_path / "a")
+        save(one, tmp_path / "b")
+
+    trained(2, "replicated", [], make=narrow, end=lambda one: save(one, tmp_path / "a"))
+    trained(2, "zero1", data(3), make=narrow, narrow=True, end=end)
+    saved = Checkpoint(tmp_path / "b" / "step-000000")
+    assert torch.equal(whole(saved, "optimizer/0/0.weight/master"), whole(saved, "model/0.weight").float())
+
+
 @layouts
 @pytest.mark.parametrize("reducer", ["topk", "powersgd", "dgc"])
 def test_what_a_reducer_remembers_goes_along(tmp_path, layout, reducer):
@@ -238,7 +252,7 @@ def test_what_was_made_whole_before_is_not_used_after(tmp_path):
         load(one, tmp_path)
         assert torch.equal(loss(one), before)
 
-    trained(2, "zero3", data(2), end=end)
+    trained(2, "zero3", data(2), end=end, bucket_mb=1.0)
 
 
 @layouts

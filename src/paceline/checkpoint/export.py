@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from paceline.checkpoint import names
 from paceline.checkpoint.reader import Checkpoint, whole
@@ -38,7 +37,7 @@ def export(saved: Checkpoint, out: Path, *, dtype: str | None = None, repeat_tie
     metadata = {"format": "pt", **({"ties": json.dumps(ties)} if ties else {})}
     with _draft(out) as path, TensorFile(path, entries, metadata) as file:
         for spec, key in entries.items():
-            file.put(_row_by_row(whole(saved, key)).to(spec.dtype))
+            file.put(whole(saved, key).to(spec.dtype))
     return [spec.name for spec in entries]
 
 
@@ -52,10 +51,6 @@ def _masters(saved: Checkpoint) -> dict[str, str]:
     found = [key.split("/", 2) for key in saved.manifest.tensors if key.startswith("optimizer/")]
     end = f"/{MASTER}"
     return {rest.removesuffix(end): "/".join((o, i, rest)) for o, i, rest in found if rest.endswith(end)}
-
-
-def _row_by_row(x: Tensor) -> Tensor:
-    return torch.view_as_real(x).reshape(-1).view(x.dtype) if x.is_complex() else x.contiguous()
 
 
 @contextlib.contextmanager

@@ -41,7 +41,9 @@ def save(
     draft = _begin(folder, step, comm)
     try:
         said = _all_well(tell(comm, run.write(draft, comm.rank, comm.world)), draft)
-        done = _attempt(lambda: _commit(folder, draft, run.manifest(said, step, comm.world, extra), comm.rank))
+        done = {}
+        if comm.rank == 0:
+            done = _attempt(lambda: _commit(folder, draft, run.manifest(said, step, comm.world, extra)))
         [final, *_] = _all_well(tell(comm, done), draft)
     except BaseException:
         if comm.rank == 0:
@@ -227,10 +229,8 @@ def _begin(folder: Path, step: int, comm: Comm) -> Path:
     return draft
 
 
-def _commit(folder: Path, draft: Path, book: Manifest, rank: int) -> dict[str, Any]:
+def _commit(folder: Path, draft: Path, book: Manifest) -> dict[str, Any]:
     """The manifest last, then the name: from here on it is a checkpoint."""
-    if rank:
-        return {}
     others = folders.known(folder)[0]
     book.serial = max((other.serial for _, other in others), default=0) + 1
     with (draft / manifest.NAME).open("xb") as file:
