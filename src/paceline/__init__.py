@@ -13,8 +13,23 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from paceline.api import agreed, hold, log, mean, moment, own_pace, prepare, rank, stepping, untimed, world
+    from paceline.api import (
+        agreed,
+        hold,
+        load,
+        log,
+        mean,
+        moment,
+        own_pace,
+        prepare,
+        rank,
+        save,
+        stepping,
+        untimed,
+        world,
+    )
     from paceline.errors import (
+        CheckpointError,
         DataError,
         DeadlineError,
         MethodError,
@@ -29,6 +44,7 @@ if TYPE_CHECKING:
     from paceline.registry import register
 
 __all__ = [
+    "CheckpointError",
     "DataError",
     "DeadlineError",
     "Learners",
@@ -41,6 +57,7 @@ __all__ = [
     "UsageError",
     "agreed",
     "hold",
+    "load",
     "log",
     "mean",
     "moment",
@@ -48,6 +65,7 @@ __all__ = [
     "prepare",
     "rank",
     "register",
+    "save",
     "stepping",
     "untimed",
     "world",

@@ -6,8 +6,9 @@ import contextlib
 import json
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline import consensus, hooks
+from paceline import consensus, hooks, meta
+from paceline.alone import Alone
+from paceline.checkpoint import folders
+from paceline.checkpoint import load as loading
+from paceline.checkpoint import save as saving
+from paceline.checkpoint.holdings import Owned
 from paceline.engine import Engine
 from paceline.environment import Environment
 from paceline.errors import MethodError, UsageError, differ, nearest
@@ -26,12 +32,15 @@ from paceline.parts import Comm, Part
 from paceline.race.peers import PEERS, prepare_peer
 from paceline.session import SLOW_MBIT, Session
 from paceline.settings import Settings
+from paceline.shards.pieces import Shards
 from paceline.telemetry import Moment, Recorder
 from paceline.things import Things
 from paceline.trace import hooks as trace_hooks
 from paceline.tuner import Tuner
 
 _session: Session | None = None
+_lost = 0  # saves in a row that no disk took
+_MOST_LOST = 3
 _OWN = tuple(Settings.__dataclass_fields__)
 
 
@@ -53,6 +62,8 @@ def prepare(*objects: Any, method: str | Method | Part | None = None, **argument
     deadline: seconds after which a wait for other workers is an error.
     backend: "gloo" or "nccl"; chosen by the device if not given.
     bucket_mb: megabytes of gradients to one exchange; chosen by the measured speed of the link if not given.
+    weights: where the weights come from, if not from the models: a folder of paceline.save, or a safetensors file.
+        Parameters on the meta device are filled from there, or else by their modules' own reset_parameters().
     tuned: a file. If it exists, sizes (of buckets, pieces, the credit) are taken from it; else they are searched for
         in the first hundred steps of training, and written there.
     """
@@ -62,6 +73,7 @@ def prepare(*objects: Any, method: str | Method | Part | None = None, **argument
     chosen, peer = _method(method, {k: v for k, v in arguments.items() if k not in _OWN}, env)
     things = Things.sort(objects)
     things.check()
+    meta.check(things.models, weights=settings.weights is not None)
     if _session is None:
         _session = Session.start(env, settings)
     _session.world.check_process()
@@ -71,9 +83,11 @@ def prepare(*objects: Any, method: str | Method | Part | None = None, **argument
     _session.agree(things, peer or json.dumps(chosen.config(), sort_keys=True), settings)
     new: dict[int, Any] = {}
     engines: list[Engine] = []
+    lends = peer is None and isinstance(chosen.layout, Shards) and chosen.layout.lends
+    fill = _values(_session, things, settings, later=lends)
     if peer is None:
-        _session.share_weights(things)
         engines = _engines(_session, things, chosen, settings)
+        fill(engines)
     else:
         new |= _peer(peer, things)
     if _session.tape is not None:
@@ -104,6 +118,28 @@ def _method(given: Any, knobs: dict[str, Any], env: Environment) -> tuple[Method
         if wrong is None:
             raise
         raise MethodError(error.what, do=f"{error.do}; prepare itself has: {nearest(wrong, _OWN)}") from None
+
+
+def _values(session: Session, things: Things, settings: Settings, *, later: bool) -> Callable[[list[Engine]], None]:
+    """The same weights on every worker. later: parameters that are not there yet get theirs from what this gives, when
+    engines have made slices of them.
+    """
+    blank = meta.Blank(things.models, session.world.device)
+    later = later and bool(blank.ids)
+    seed = session.shared_seed()
+
+    def fill(engines: list[Engine]) -> None:
+        if settings.weights is None:
+            blank.fill(seed, Owned(engines))
+            return
+        blank.make_room(Owned(engines))
+        blank.fill(seed, Owned(engines), passing=True)
+        loading.load_model(loading.source(Path(settings.weights), session.control), things, engines)
+
+    if not later:
+        fill([])
+    session.share_weights(things, without=blank.ids if later else ())
+    return fill if later else lambda engines: None
 
 
 def _engines(session: Session, things: Things, method: Method, settings: Settings) -> list[Engine]:
@@ -189,8 +225,6 @@ def _loader(session: Session, source: Any, method: Method, settings: Settings, e
             board.step = session.recorder.step
             board.where = f"samples {batch.indices[:8]}" if batch.indices else ""
 
-    seed = torch.tensor([torch.initial_seed() % 2**62])
-    session.control.broadcast(seed).wait()
     return Loader(
         source,
         comm=session.control,
@@ -198,7 +232,7 @@ def _loader(session: Session, source: Any, method: Method, settings: Settings, e
         recorder=session.recorder,
         batch=settings.batch,
         weight=settings.weight,
-        seed=int(seed),
+        seed=session.shared_seed(),
         on_batch=hand_out,
         gate=session.gate,
         meet=session.meet if method.sync.own_pace else None,
@@ -211,6 +245,88 @@ def _peer(peer: str, things: Things) -> dict[int, Any]:
     model, optimizer = things.models[0], things.optimizers[0]
     new_model, new_optimizer, _ = prepare_peer(peer, model, optimizer, None)
     return {id(model): new_model, id(optimizer): new_optimizer}
+
+
+# ---------------------------------------------------------------------------------------------------- checkpoints
+
+
+def save(
+    folder: str | PathLike[str],
+    *objects: Any,
+    step: int | None = None,
+    extra: dict[str, Any] | None = None,
+    keep: int | None = None,
+) -> Path | None:
+    """Write a checkpoint of models and optimizers: a folder `step-000123` in `folder`, whole or not there at all.
+
+    Every worker must call it, after a step. It holds the models' parameters and buffers, the optimizers' state, what
+    the method remembers and where torch's random numbers stand; paceline.load reads it on any number of workers.
+
+    step: its number, if not the count of steps made since `prepare` (or since the checkpoint that was loaded).
+    extra: what else is needed to go on, as JSON: epoch, scheduler.state_dict(), loader.state_dict(), ...
+    keep: how many checkpoints stay in the folder; the oldest go. All, if not given.
+
+    Gives the checkpoint's path. A disk that is full does not end the training: that is said, None is given, and only
+    the third failure in a row is an error.
+    """
+    global _lost
+    things, engines = _saved(objects, "save")
+    if _session is None and Environment.read().world > 1:
+        raise UsageError("paceline.save was called before paceline.prepare", do="prepare first: it joins the workers")
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise UsageError(f"keep={keep!r} is not a whole number of 1 or more")
+    if step is None and not engines:
+        raise UsageError("which step is this?", why="nothing here is prepared, so nobody counts", do="give step=")
+    number = engines[0].ex.step if step is None else step
+    if type(number) is not int or number < 0:
+        raise UsageError(f"step={step!r} is not a whole number of 0 or more")
+    saving.check_extra(extra or {})
+    root, comm = Path(folder), _session.control if _session else Alone()
+    try:
+        with untimed():
+            path = saving.save(root, things, engines, comm, step=number, extra=extra or {})
+            if keep is not None and comm.rank == 0:
+                folders.retain(root, keep)
+    except saving.NotWrittenError as error:
+        _lost += 1
+        if _lost == _MOST_LOST:
+            raise
+        if comm.rank == 0:
+            print(f"paceline: {error}", file=sys.stderr, flush=True)
+        return None
+    _lost = 0
+    return path
+
+
+def load(folder: str | PathLike[str], *objects: Any) -> dict[str, Any]:
+    """Go on where a checkpoint was written: in the models and optimizers given, prepared or not. Gives its `extra`.
+
+    folder: one that was given to paceline.save (its newest checkpoint that is whole is taken, and one that is broken
+    is named), or one checkpoint in it, or a safetensors file, of which only a model takes its weights.
+
+    Every worker must call it. There may be more or fewer of them than saved it, with another layout; with as many and
+    the same method, training goes on bit for bit.
+    """
+    things, engines = _saved(objects, "load")
+    with untimed():
+        return loading.load(Path(folder), things, engines, _session.control if _session else Alone())
+
+
+def _saved(objects: tuple[Any, ...], what: str) -> tuple[Things, list[Engine]]:
+    """What is saved or loaded, and the engines that share it out."""
+    things = Things.sort(objects)
+    if not things.models or things.loaders or things.scalers:
+        raise UsageError(
+            f"paceline.{what} takes models, and their optimizers",
+            do="pass state_dict() of a loader, a scheduler or a GradScaler through extra=",
+        )
+    params = {id(p) for model in things.models for p in model.parameters()}
+    engines = [
+        engine
+        for engine in (_session.pack if _session else ())
+        if any(id(p) in params for group in engine.optimizer.param_groups for p in group["params"])
+    ]
+    return things, engines
 
 
 # ---------------------------------------------------------------------------------------------------- around the loop

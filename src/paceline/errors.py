@@ -47,6 +47,12 @@ class StoreError(PacelineError):
     exit_code = 3
 
 
+class CheckpointError(PacelineError):
+    """A checkpoint cannot be written, is not whole, or is of something else."""
+
+    exit_code = 3
+
+
 class PeerError(PacelineError):
     """Another worker failed, left or cannot be reached. `worker` is its rank where it is known."""
 

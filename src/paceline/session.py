@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,11 +106,18 @@ class Session:
         self.control.agree("the set-up", "\n".join(lines))
 
     @torch.no_grad()
-    def share_weights(self, things: Things) -> None:
-        """Everyone starts from worker 0's parameters and buffers."""
+    def share_weights(self, things: Things, without: Collection[int] = ()) -> None:
+        """Everyone starts from worker 0's parameters and buffers. without: the ids of those that are not there yet."""
         for model in things.models:
             for tensor in (*model.parameters(), *model.buffers()):
-                _broadcast(self.control, tensor)
+                if id(tensor) not in without:
+                    _broadcast(self.control, tensor)
+
+    def shared_seed(self) -> int:
+        """Worker 0's."""
+        seed = torch.tensor([torch.initial_seed() % 2**62])
+        self.control.broadcast(seed).wait()
+        return int(seed)
 
     def say_hello(self, things: Things, method: str) -> None:
         self.recorder.emit(

@@ -22,6 +22,7 @@ class Settings:
     deadline: float = 300.0
     backend: str | None = None
     bucket_mb: float | None = None
+    weights: str | PathLike[str] | None = None
     tuned: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
@@ -32,8 +33,9 @@ class Settings:
         _number("deadline", self.deadline, high=86400.0, unit=" seconds")
         if self.bucket_mb is not None:
             _number("bucket_mb", self.bucket_mb, high=65536.0, unit=" MB")
-        if self.tuned is not None and not isinstance(self.tuned, (str, PathLike)):
-            raise UsageError(f"tuned={self.tuned!r} is not the path of a file")
+        for name in ("weights", "tuned"):
+            if (path := getattr(self, name)) is not None and not isinstance(path, (str, PathLike)):
+                raise UsageError(f"{name}={path!r} is not a path")
         if self.weight is not None and not callable(self.weight):
             raise UsageError(f"weight={self.weight!r} is not a function of a batch")
 

@@ -68,10 +68,11 @@ class State(MutableMapping[Any, Any]):
         for key, value in saved.items():
             if isinstance(key, tuple) and key[-1] == _PIECE:
                 b, slot = places[key[0]]
-                whole = self.real.setdefault((b.index, key[1]), torch.zeros_like(b.flat, dtype=value.dtype))
+                empty = torch.zeros_like(b.flat, dtype=value.dtype, device=b.device)  # flat's own memory may be away
+                whole = self.real.setdefault((b.index, key[1]), empty)
                 whole[slot.start : slot.stop] = value
             elif isinstance(value, torch.Tensor):
-                home = places[key[0]][0].flat if isinstance(key, tuple) and key[0] in places else value
+                home = places[key[0]][0] if isinstance(key, tuple) and key[0] in places else value
                 self.real[key] = value.to(home.device, copy=True)
             else:
                 self.real[key] = value

@@ -110,13 +110,6 @@ class Things:
                     "LBFGS cannot be trained data-parallel",
                     why="its line search calls the loss again and decides by this worker's own value of it",
                 )
-        for model in self.models:
-            for name, p in model.named_parameters():
-                if p.is_meta:
-                    raise UsageError(
-                        f"parameter {name} is on the meta device",
-                        do="give the model memory and values first (to_empty)",
-                    )
         names = self.names()
         trained = [p for o in self.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad]
         if not trained:

@@ -191,7 +191,8 @@ def test_what_cannot_be_trained():  # B54
     model.requires_grad_(False)
     with pytest.raises(UsageError, match="no parameter is trainable"):
         paceline.prepare(model, sgd)
-    meta = torch.nn.Linear(2, 2, device="meta")
+    meta = torch.nn.Module()
+    meta.weight = torch.nn.Parameter(torch.empty(2, device="meta"))
     with pytest.raises(UsageError, match="weight is on the meta device"):
         paceline.prepare(meta, torch.optim.SGD(meta.parameters(), lr=0.1))
 

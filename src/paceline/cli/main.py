@@ -12,6 +12,7 @@ from rich.text import Text
 
 from paceline import __version__
 from paceline.cli.doctor import doctor
+from paceline.cli.export import export
 from paceline.cli.methods import methods
 from paceline.cli.plan import plan
 from paceline.cli.race import race
@@ -54,6 +55,7 @@ app.command()(methods)
 app.command()(doctor)
 app.command()(race)
 app.command()(plan)
+app.command()(export)
 
 
 def main() -> None:

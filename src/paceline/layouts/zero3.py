@@ -33,6 +33,7 @@ class Zero3(Shards):
     paper: ClassVar[str] = "Rajbhandari et al., ZeRO, SC20"
     formula: ClassVar[str] = "n·s·(W−1)/W for the gradients with exact, else as the reducer; twice that for parameters"
     background: ClassVar[bool] = True
+    lends: ClassVar[bool] = True
 
     def attach(self, models: Sequence[torch.nn.Module], ex: Exchange) -> None:
         super().attach(models, ex)
@@ -50,6 +51,9 @@ class Zero3(Shards):
         self._hooks += hooks.watch_gradients(b, self.loans)
         b.free()
         b.kept = b.flat[b.own]
+
+    def put_away(self) -> None:
+        self.loans.give_back()
 
     async def keep(self, b: Bucket, ex: Exchange) -> None:
         await self.keep_slice(b, ex)
@@ -72,6 +76,7 @@ class Zero3(Shards):
         return result
 
     def settle(self, ex: Exchange) -> None:
+        super().settle(ex)
         self.loans.settle()
 
     def collect(self, ex: Exchange) -> None:

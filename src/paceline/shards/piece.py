@@ -53,6 +53,12 @@ class Piece:
         else:  # the user's own
             self.param.grad = self.of(p.grad).to(self.param)
 
+    def write(self, x: Tensor) -> None:
+        """The parameter's elements become these."""
+        self.now().copy_(x)
+        if self.apart:
+            self.param.copy_(x)
+
     def follow(self) -> None:
         """What the optimizer steps is what the parameter is now, where somebody has written into it."""
         now = self.now()

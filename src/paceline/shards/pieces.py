@@ -47,6 +47,7 @@ _STATE_BYTES = 12  # a parameter: the fp32 master and Adam's two moments
 class Shards(Layout):
     """[Note: shards]. A stage says what becomes of the gradients and of the parameters."""
 
+    lends: ClassVar[bool] = False  # parameters are whole only while a module computes with them
     at_once: ClassVar[int] = 4  # enough for the wire to be busy while the next is made
 
     store: Literal["device", "cpu"] = knob("device", "where the optimizer's state lives")
@@ -111,6 +112,9 @@ class Shards(Layout):
         """A vector of its own for this worker's slice of the parameters, where they are not whole on every worker."""
         return None
 
+    def put_away(self) -> None:
+        """Slices are going to be written from outside: what was made whole out of them goes."""
+
     async def keep_slice(self, b: Bucket, ex: Exchange) -> None:
         """Of the mean this worker's slice stays, and the bucket's memory is given back."""
         b.kept = await ex.mine(b, b.flat)
@@ -164,7 +168,11 @@ class Shards(Layout):
         self.masters.clear()
         self.offload = None
 
+    def settle(self, ex: Exchange) -> None:
+        self._take_back()
+
     def _take_back(self) -> None:
+        """What was stepped ahead of the user's word was not: somebody looks at the state."""
         if self.offload is not None:
             self.offload.take_back()
 

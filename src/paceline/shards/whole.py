@@ -7,7 +7,6 @@ The fp32 master of a 16-bit parameter goes along under a name of its own, which 
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from torch.optim import Optimizer
 from paceline.bucket import Bucket
 from paceline.comm import NARROW
 from paceline.errors import UsageError
-from paceline.parts import Comm
+from paceline.words import tell
 
 if TYPE_CHECKING:
     from paceline.exchange import Exchange
@@ -65,7 +64,7 @@ def state(pieces: Mapping[int, Sequence[Piece]], ex: Exchange) -> defaultdict[Te
     whole = {p: known for p, known in ex.optimizer.state.items() if id(p) not in shared}  # of what is not trained
     words = {piece.slot.name: _words(piece, ex) for some in pieces.values() for piece in some}
     said: dict[str, dict[str, Any]] = {}
-    for worker in _tell(ex.comm, words, ex.buckets[0].device):
+    for worker in tell(ex.comm, words, ex.buckets[0].device):
         for name, about in worker.items():
             said.setdefault(name, {}).update(about)
     for b in ex.buckets:
@@ -127,11 +126,3 @@ def _assemble(b: Bucket, pieces: Sequence[Piece], said: Any, ex: Exchange) -> li
 
 def _value(kind: str, value: Any) -> Any:
     return torch.tensor(value, dtype=getattr(torch, kind)) if kind else value
-
-
-def _tell(comm: Comm, words: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
-    """Everyone's words, by worker."""
-    mine = torch.tensor(list(json.dumps(words).encode()), dtype=torch.uint8, device=device)
-    sizes = comm.gather(torch.tensor([mine.numel()], device=device)).wait().flatten().tolist()
-    rows = comm.gather(torch.nn.functional.pad(mine, (0, max(sizes) - mine.numel()))).wait()
-    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
