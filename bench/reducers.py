@@ -22,8 +22,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from paceline.alone import Alone
 from paceline.bucket import Bucket
-from paceline.comm import Alone
 from paceline.kernels import Code, add_blocks, add_bytes, encode_blocks, encode_bytes, key, largest
 from paceline.pipeline import Pipeline
 from paceline.race.result import commit, machine

@@ -257,7 +257,7 @@ def test_what_was_made_whole_before_is_not_used_after(tmp_path):
 
 @layouts
 def test_into_a_plain_model(tmp_path, layout):
-    from paceline.comm import Alone
+    from paceline.alone import Alone
 
     straight = trained(2, layout, data(4), end=lambda one: save(one, tmp_path, epoch=3))
     model = mlp(1)

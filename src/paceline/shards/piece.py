@@ -101,7 +101,8 @@ def take_all(pieces: Sequence[Piece], master: Tensor) -> None:
     if now is None:
         now = torch.empty_like(master, dtype=b.flat.dtype)
         torch._foreach_copy_([now[piece.here] for piece in pieces], [piece.now() for piece in pieces])
-    master.copy_(torch.where(master.to(now.dtype) == now, master, now.to(master.dtype)))
+    wide = now.to(master.dtype)
+    master.copy_(torch.where(master.to(now.dtype) == now, master, wide, out=wide))
     mean = b.kept.to(master.dtype)
     for piece in pieces:
         piece.show(mean[piece.here])
