@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from paceline.bucket import Bucket, Slot, memory
-from paceline.comm import NARROW
 
 
 class Piece:
@@ -25,11 +24,11 @@ class Piece:
         self.here = slice(start - b.own.start, stop - b.own.start)  # of this worker's slice
         now, p = self.now(), slot.param
         copied = source is None and now.untyped_storage().data_ptr() != p.untyped_storage().data_ptr()
-        self.apart = copied or p.dtype in NARROW or home is not None
-        wide = torch.float32 if p.dtype in NARROW else now.dtype
-        self.param = now.to(wide, copy=True) if self.apart else now  # what the optimizer steps
+        self.apart = copied or home is not None
         if home is not None:
-            self.param = home[self.here].copy_(now)
+            self.param = home[self.here].copy_(now)  # what the optimizer steps
+        else:
+            self.param = now.clone() if self.apart else now
 
     def now(self) -> Tensor:
         """The parameter's own elements."""
