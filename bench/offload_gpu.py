@@ -5,7 +5,8 @@
 A GPT in bf16 with activation checkpointing, sequences of 1024. Every case is a process of its own: some take most of
 the machine. `device` and `cpu` are zero2 with that store: fp32 masters and moments all on the GPU, or none but
 `device_gb`. `plain` is a loop without Paceline, its weights and moments in bf16 with no master; `fsdp2` is torch's
-FSDP2 with its CPU offload. The losses of the first steps are kept: all start from the same weights and see the same data.
+FSDP2 with its CPU offload. The losses of the first steps are kept: all start from the same weights and see the same
+data.
 """
 
 from __future__ import annotations
