@@ -10,12 +10,16 @@ A worker of W holds, for each of P parameters of s bytes (s = 2: bf16 or fp16, 4
 
 k is the optimizer's: 2 for adamw, 1 for momentum, 0 for sgd; a master is kept of 16-bit parameters only. The store says
 where master and moments lie: on the device, on the host (`cpu`), on disk (`nvme`), or `fractional`: what fits on the
-device, then what fits on the host, the rest on disk.
+device, then what fits on the host, the rest on disk. Where they are not on the device gradients go to the host too.
+
+[Note: one place for both] Activations are gone when the step is made. So they and what a step needs (gradients, in fp32
+for the masters on the device; new parameters that come from the host) have one place: the larger of the two counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import bisect
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,13 +28,15 @@ MOMENTS = {"adamw": 2, "momentum": 1, "sgd": 0}  # numbers an optimizer remember
 LAYOUTS = ("replicated", "zero1", "zero2", "zero3")
 STORES = ("device", "fractional", "cpu", "nvme")
 USABLE = 0.95  # of what there is: allocators leave gaps
-BUCKET = 25 << 20  # bytes, as prepare() cuts them on a fast link
+SMALLEST = 1 << 20  # bytes of a bucket, which is a BUCKETS-th of the model else
+BUCKETS = 32
 
 # Whole buckets on the device at a time: none that is not a gradient anyway; the one whose parameters are gathered; the
 # one being filled and the one on its way; the parameters in use and next, and the gradients of both.
 _ON_THE_WAY = {"replicated": 0, "zero1": 1, "zero2": 2, "zero3": 4}
 # Stretches of the size of a bucket on the host: one that comes, one that is stepped, one that goes, one to spare.
 _STAGED = 4
+_MASTERS = 11  # bytes an element while a bucket's masters are compared with its parameters
 
 
 class Bytes(NamedTuple):
@@ -64,7 +70,7 @@ class Job:
     @property
     def bucket(self) -> int:
         """Elements: a bucket is not smaller than the largest parameter, which is not cut."""
-        return min(self.parameters, max(BUCKET // self.s, self.largest))
+        return min(self.parameters, max(self.parameters // BUCKETS, SMALLEST // self.s, self.largest))
 
 
 @dataclass(frozen=True)
@@ -106,40 +112,73 @@ def best(found: Iterable[Row]) -> Row | None:
 def _row(job: Job, room: Bytes, layout: str, store: str) -> Row:
     mine = -(-job.parameters // job.workers)
     owned = job.parameters if layout == "replicated" else mine
-    parts = {
-        "parameters": Bytes(device=job.s * (mine if layout == "zero3" else job.parameters)),
-        "gradients": Bytes(device=job.s * (mine if layout in ("zero2", "zero3") else job.parameters)),
-        "activations": Bytes(device=job.activations),
-        "on the way": Bytes(device=job.s * job.bucket * _ON_THE_WAY[layout]),
-    }
-    # On the device a slice of a 16-bit gradient is stepped in fp32, when the activations are gone.
-    wide = 0 if job.s == 4 or layout == "replicated" else max(0, 4 * owned - job.activations)
-    staged = min(_STAGED * BUCKET // job.s, owned)
-    left = Bytes(
-        device=room.device - sum(part.device for part in parts.values()),
-        host=room.host - staged * job.s,
-        disk=room.disk,
+    state = _placed(job, room, layout, store, owned)
+    held = parts(job, layout, owned, state)
+    total = Row(layout, store, held, Bytes()).total
+    lacks = Bytes(*(max(0, n - there) for n, there in zip(total, room, strict=True)))
+    if 0 < lacks.device <= (new := held["new parameters"].device):  # they come later then, one bucket at a time
+        held["new parameters"] = Bytes(device=new - lacks.device)
+        lacks = lacks._replace(device=0)
+    return Row(layout, store, held, lacks)
+
+
+def parts(job: Job, layout: str, owned: int, state: Bytes) -> dict[str, Bytes]:
+    """What lies where at the worst moment. state: of how many parameters master and moments lie in which place."""
+    away, shared = owned - state.device, layout in ("zero2", "zero3")
+    masters = state.device if job.s < 4 and layout != "replicated" else 0
+    # [Note: one place for both]
+    gradients, wide, new = _above(
+        job.activations,
+        job.s * (state.device if shared else job.parameters),
+        4 * masters + (_MASTERS * min(job.bucket * owned // job.parameters, masters) if masters else 0),
+        job.s * away,
     )
-    state = _placed(store, owned, job.state, wide / owned, left, staged)
-    for name, width in (("master", job.state - 4 * MOMENTS[job.optimizer]), ("moments", 4 * MOMENTS[job.optimizer])):
-        parts[name] = Bytes(*(width * n for n in state))
-    parts["step in fp32"] = Bytes(device=wide * state.device // owned)
-    if state.device < owned:
-        parts["staged"] = Bytes(host=staged * (job.s + (job.state if state.disk else 0)))
-    total = Row(layout, store, parts, Bytes()).total
-    return Row(layout, store, parts, Bytes(*(max(0, n - there) for n, there in zip(total, room, strict=True))))
+    staged = min(_STAGED * -(-job.bucket * owned // job.parameters), owned) if away else 0
+    moments = 4 * MOMENTS[job.optimizer]
+    return {
+        "parameters": Bytes(device=job.s * (owned if layout == "zero3" else job.parameters)),
+        "activations": Bytes(device=job.activations),
+        "gradients": Bytes(gradients, job.s * away),
+        "step in fp32": Bytes(device=wide),
+        "new parameters": Bytes(device=new),
+        "on the way": Bytes(device=_ON_THE_WAY[layout] * job.s * job.bucket if job.workers > 1 else 0),
+        "master": Bytes(*((job.state - moments) * n for n in state)),
+        "moments": Bytes(*(moments * n for n in state)),
+        "staged": Bytes(host=staged * (job.s + (job.state if state.disk else 0))),
+    }
 
 
-def _placed(store: str, n: int, width: int, wide: float, left: Bytes, staged: int) -> Bytes:
-    """How many of n parameters have their master and moments, `width` bytes each, in which place."""
-    if store == "device" or width == 0:
-        return Bytes(device=n)
+def _above(place: int, *sizes: int) -> list[int]:
+    """What of each there is beside that place, which they fill first."""
+    beside = []
+    for size in sizes:
+        beside.append(max(0, size - place))
+        place -= size - beside[-1]
+    return beside
+
+
+def _placed(job: Job, room: Bytes, layout: str, store: str, owned: int) -> Bytes:
+    """Of how many parameters master and moments lie in which place."""
+    if store == "device" or job.state == 0:
+        return Bytes(device=owned)
     if store == "cpu":
-        return Bytes(host=n)
+        return Bytes(host=owned)
     if store == "nvme":
-        return Bytes(disk=n)
-    device = min(n, max(0, int(left.device / (width + wide))))
-    host = n - device
-    if host * width > left.host:  # so some of it goes to disk, and what goes there is staged too
-        host = max(0, left.host - staged * width) // width
-    return Bytes(device, host, n - device - host)
+        return Bytes(disk=owned)
+
+    def used(*state: int) -> Bytes:
+        held = parts(job, layout, owned, Bytes(*state))
+        del held["new parameters"]  # they come later where there is no room
+        return Row(layout, store, held, Bytes()).total
+
+    device = _most(owned, lambda n: used(n).device <= room.device)
+    away = owned - device
+    if used(device, away).host <= room.host:
+        return Bytes(device, away)
+    host = _most(away - 1, lambda n: used(device, n, away - n).host <= room.host)
+    return Bytes(device, host, away - host)
+
+
+def _most(n: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to n that fits; what is larger does not."""
+    return bisect.bisect_left(range(1, n + 1), True, key=lambda k: not fits(k))

@@ -42,13 +42,12 @@ class GPT:
         """Bytes that forward leaves for backward, in 16 bits and without attention matrices: an estimate.
 
         A block leaves about 34 bytes for each number that enters it (Korthikanti et al., Reducing Activation
-        Recomputation, 2022); with checkpointing its input only, and one block at a time is computed again. The head
-        holds the logits in fp32, their log-softmax, and in backward a gradient.
+        Recomputation, 2022); with checkpointing its input only, and one block at a time is computed again, when the
+        head is done. The head holds the logits, their log-softmax and in backward a gradient.
         """
         tokens = batch * self.sequence
-        block = 34 * tokens * self.width
-        blocks = self.layers * 2 * tokens * self.width + block if checkpointing else self.layers * block
-        return blocks + 12 * tokens * self.vocab
+        block, head = 34 * tokens * self.width, 6 * tokens * self.vocab
+        return self.layers * 2 * tokens * self.width + max(block, head) if checkpointing else self.layers * block + head
 
 
 def model(text: str) -> Model:

@@ -12,6 +12,9 @@ the next: it is then not guessed, and the host begins when `step` is called. Und
 guessed. `guess=False` never does.
 
 Other optimizers step their pieces on the host by themselves, when `step` is called.
+
+[Note: face] On the device a gradient that has left is a one in its place, without memory: the engine may make it NaN
+for all to see, and a copy of it says what of the gradient the next one is to be added to.
 """
 
 from __future__ import annotations
@@ -67,7 +70,7 @@ class AwayPiece(Piece):
 
     def grad(self) -> Tensor:
         self.away.wait()
-        return super().grad()
+        return self.away.g[self.here] if self.away.handed else super().grad()
 
     def scale(self, factor: Tensor | float) -> None:
         if not isinstance(factor, Tensor) and factor == 0.0:  # of what is not finite too
@@ -91,7 +94,7 @@ class AwayPiece(Piece):
         return norm
 
     def finite(self) -> Tensor:
-        return self.away.norm_of[self].isfinite() if self.away.handed else super().finite()
+        return (self.away.norm_of[self] * self.away.face[0]).isfinite() if self.away.handed else super().finite()
 
     def take(self) -> None:
         """Before the optimizer's own step: [Note: away] has followed already."""
@@ -113,6 +116,8 @@ class Away:
         self.bucket, self.lanes, self.ring, self.crew = b, lanes, ring, threads
         self.p = lanes.vector(length, torch.promote_types(b.flat.dtype, torch.float32))
         self.g = lanes.vector(length, b.flat.dtype, pin=True)
+        self.face = self.g  # [Note: face]
+        self._left = False  # the last mean has
         self.norm_of: dict[AwayPiece, Tensor] = {}  # of g as it came
         self.pieces: list[AwayPiece] = []
         self._moments: list[Tensor] = []
@@ -125,7 +130,7 @@ class Away:
     @property
     def handed(self) -> bool:
         """Is what the bucket keeps here?"""
-        return self.bucket.kept is self.g
+        return self.bucket.kept is self.face
 
     def wait(self) -> None:
         if self._came is not None:
@@ -139,16 +144,32 @@ class Away:
         norms = _norms([mean[piece.here] for piece in self.pieces]) or [mean.new_zeros((), dtype=torch.float32)]
         self.norm_of = dict(zip(self.pieces, norms, strict=False))
         self._came = self.lanes.out([(mean, self.g), (torch.stack(norms).sum(0, keepdim=True), self._finite)])
-        self.bucket.kept = self.g
+        self._left = True
+        self.bucket.kept = self.face = mean.new_ones(1).expand_as(mean)
         for piece in self.pieces:
             piece.factors.clear()
         if guess:
             self._begin(guess, self._came, guess=True)
 
+    def back(self, part: Tensor) -> Tensor:
+        """The last mean with all that became of it, where `part` says so; which is itself if it has not left."""
+        if not self._left:
+            return part
+        self._left = False  # the next one has not yet
+        self.wait()
+        mean = torch.where(part == 0, 0.0, part * self.g.to(part.device))
+        for piece in self.pieces:
+            piece.scaled(mean)
+        return mean
+
     def wishes(
-        self, optimizer: Optimizer, groups: Groups, scales: Mapping[AwayPiece, float] | None = None
+        self,
+        optimizer: Optimizer,
+        groups: Groups,
+        scales: Mapping[AwayPiece, float] | None = None,
+        unscaling: float = 1.0,
     ) -> list[Wish] | None:
-        """A step of every piece; None where the optimizer must do it by itself."""
+        """A step of every piece; None where the optimizer must do it by itself. unscaling: a factor for all."""
         if self.p.dtype != torch.float32:
             return None
         wishes = []
@@ -157,7 +178,7 @@ class Away:
             if how is None:
                 return None
             scale = scales[piece] if scales is not None else 1.0
-            wishes.append(Wish(piece, how, self._steps(piece, optimizer) + 1, scale))
+            wishes.append(Wish(piece, how, self._steps(piece, optimizer) + 1, scale * unscaling))
         return wishes
 
     def _steps(self, piece: AwayPiece, optimizer: Optimizer) -> int:

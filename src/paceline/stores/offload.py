@@ -45,11 +45,9 @@ class Offload:
             away.hand(b.kept, guess)
 
     def bring(self, b: Bucket) -> None:
-        """What a mean will be added to comes back."""
+        """What a mean will be added to comes back: [Note: face]."""
         if b.index in self.of and b.aside is not None:
-            b.aside = b.aside.to(b.device)
-            for piece in self.of[b.index].pieces:
-                piece.scaled(b.aside)
+            b.aside = self.of[b.index].back(b.aside)
 
     def _groups(self, optimizer: Optimizer) -> Groups:
         """How each parameter is stepped, as of now."""
@@ -67,16 +65,16 @@ class Offload:
     def begin(self, ex: Exchange) -> list[AwayPiece]:
         """The user's step, for what is stepped here. Gives the pieces that the optimizer must step itself."""
         self._follow()
-        scales = self._scales()
+        scales, skip = self._scales(), _found_inf(ex.optimizer)
         self.trusts = self.guess and all(scale == 1.0 for scale in scales.values())
         left: list[AwayPiece] = []
         groups = self._groups(ex.optimizer)
         for away in self.of.values():
             if not away.handed:
                 away.hand(away.bucket.kept, None)
-            own = [piece for piece in away.pieces if piece.slot.param.grad is not None]
+            own = [piece for piece in away.pieces if piece.slot.param.grad is not None and not skip]
             theirs = any(piece.slot.param.grad is not piece.slot.shown for piece in own)
-            wishes = None if theirs else away.wishes(ex.optimizer, groups, scales)
+            wishes = None if theirs else away.wishes(ex.optimizer, groups, scales, _unscaling(ex.optimizer))
             if wishes is None:
                 away.take_back()
                 left += away.pieces
@@ -114,3 +112,14 @@ class Offload:
         """Before somebody looks at the state."""
         for away in self.of.values():
             away.take_back()
+
+
+def _found_inf(optimizer: Optimizer) -> bool:
+    """A loss scaler leaves it to a fused optimizer to divide by the scale, and to skip a step."""
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found)
+
+
+def _unscaling(optimizer: Optimizer) -> float:
+    scale = getattr(optimizer, "grad_scale", None)
+    return 1.0 if scale is None else 1.0 / float(scale)
