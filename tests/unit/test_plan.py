@@ -111,7 +111,8 @@ def test_advice_keeps_off_the_disk_and_then_off_the_host():
     assert advised(30, 500, 500) == ("zero1", "fractional")
     assert advised(30, 6, 500) == ("zero3", "fractional"), "zero1 and zero2 would need the disk"
     assert advised(8, 500, 500) == ("zero3", "fractional")
-    assert advised(8, 4, 500) == ("zero3", "fractional")
+    assert advised(8, 8, 500) == ("zero3", "fractional")
+    assert advised(8, 4, 500) is None, "gradients go to the host"
     assert advised(4, 4, 500) is None
 
 
