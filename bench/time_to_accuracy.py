@@ -77,6 +77,10 @@ SYNCS: dict[str, tuple[str, dict[str, Any]]] = {
     "local_sgd powersgd H=2": ("local_sgd+powersgd", {"every": 2, "rank": 8, "wire": "bf16", "delay": 1}),
     "post_local_sgd": ("post_local_sgd+powersgd", {"start": 20, "every": 8, "rank": 8, "wire": "bf16", "delay": 3}),
     "slowmo powersgd": ("slowmo+powersgd", {"every": 8, "beta": 0.3, "rank": 8, "wire": "bf16", "delay": 3}),
+    "diloco powersgd H=4": (
+        "diloco+powersgd",
+        {"every": 4, "outer_momentum": 0.5, "rank": 8, "wire": "bf16", "delay": 2},
+    ),
     "diloco powersgd": ("diloco+powersgd", {"every": 16, "rank": 8, "wire": "bf16", "delay": 3}),
     "torch:local_sgd": ("torch:local_sgd", {}),
     "sma": ("sma", {}),
