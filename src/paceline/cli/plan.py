@@ -170,6 +170,8 @@ def _show(
     if advice is not None:
         console.print(Text.assemble("Take ", (f"{advice.layout}, store {advice.store}", "bold"), ". On each worker:"))
         console.print(_where(advice))
+        console.print()
+        console.print(Text(f"paceline run --method {_options(advice)} ...", style="cyan"))
     else:
         console.print(Text("None of them fits: more workers, a smaller batch, or a larger disk.", style="bold red"))
     notes = [*notes, *([] if job.activations else ["Without activations: give --batch or --activations."])]
@@ -188,6 +190,19 @@ def _where(row: Row) -> Table:
             table.add_row(name, *map(_gib, part))
     table.add_row("together", *map(_gib, row.total), style="bold")
     return table
+
+
+def _options(row: Row) -> str:
+    """How to ask for it. Sizes are rounded down: what does not fit there goes on to the next place."""
+    if row.store == "device":
+        return row.layout
+    state = Bytes(*map(sum, zip(row.parts["master"], row.parts["moments"], strict=True)))
+    words = [row.layout, f"--set store={'nvme' if state.disk else 'cpu'}"]
+    words += [f"--set device_gb={state.device // 10**8 / 10:g}"] if state.device else []
+    if state.disk:
+        words += [f"--set host_gb={state.host // 10**8 / 10:g}"] if state.host else []
+        words += ["--set path=FOLDER"]
+    return " ".join(words)
 
 
 def _lacking(row: Row) -> list[str]:

@@ -104,7 +104,9 @@ def rows(job: Job, room: Bytes, layouts: Iterable[str] = LAYOUTS, stores: Iterab
 
 
 def best(found: Iterable[Row]) -> Row | None:
-    """Of those that fit the first that needs no disk, else no host, else the first."""
+    """Of those that fit the first that needs no disk, else no host, else the first. `cpu` and `nvme` are for who asks
+    for them alone: `fractional` keeps on the device what it can.
+    """
     fitting = (row for row in found if row.fits)
     return min(fitting, key=lambda row: (row.total.disk > 0, row.total.host > 0), default=None)
 
