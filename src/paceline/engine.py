@@ -110,6 +110,7 @@ class Engine:
             if self._weighs:
                 self._hooks += self.weigh(b)
             self.method.layout.own(b, self.ex)
+        self.method.layout.ready(self.ex)
         self._trainable = trainable
 
     def recut(self, bucket_bytes: int) -> None:
@@ -303,8 +304,7 @@ class Engine:
 
     def left_out(self) -> None:
         """A loss scaler found infinities and did not call `step`. Where gradients are agreed on, so did all the others.
-        Where they are this worker's own, the others go on, and it must not miss what they agree on after the step.
-        """
+        Where they are this worker's own, the others go on, and it must not miss what they agree on after it."""
         if not (self.idle or self.exchanged or self.method.sync.due(self.ex.step)):
             self._make(lambda: None)
 

@@ -7,7 +7,6 @@ A `Method` is one part for each question about a step: how is a mean estimated (
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -90,8 +89,7 @@ class Reduced(NamedTuple):
 
     `left` is called only by those who keep leftovers (error feedback, the conservation law), at once, before x is
     written again; it may use x up. So a method that nobody asks for its leftover does not pay for it. The mean may be
-    a vector that the next step's is written into.
-    """
+    a vector that the next step's is written into."""
 
     mean: Tensor
     left: Callable[[], Tensor | None] = nothing_left
@@ -120,8 +118,7 @@ class Reducer(Part):
 
     def scratch(self, b: Bucket, like: Tensor) -> Tensor:
         """A vector to put the mean into: the same one in every step. Memory fresh from the system costs a CPU more
-        than a dozen passes over it.
-        """
+        than a dozen passes over it."""
         if like.is_cuda:
             return torch.empty_like(like)
         known: dict[Any, Tensor] = vars(self).setdefault("_scratch", {})
@@ -195,7 +192,7 @@ class Layout(Part):
 
     axis: ClassVar[str] = "layout"
     background: ClassVar[bool] = False  # it wants `ex.background`, a lane beside the gradients'
-    at_once: ClassVar[int] = sys.maxsize  # buckets under way together; fewer where the memory of more would count
+    at_once: ClassVar[int] = 10**9  # buckets under way together; fewer where the memory of more would count
 
     def check(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that cannot be stepped as the state is shared out."""
@@ -209,6 +206,9 @@ class Layout(Part):
 
     def own(self, b: Bucket, ex: Exchange) -> None:
         """A bucket was cut: take what of its parameters and of their state is this worker's."""
+
+    def ready(self, ex: Exchange) -> None:
+        """Every bucket was cut."""
 
     async def keep(self, b: Bucket, ex: Exchange) -> None:
         """Turn a bucket of local gradients into the agreed mean, or into this worker's slice of it."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +32,14 @@ class Piece:
             self.param = home[self.here].copy_(now)  # what the optimizer steps
         else:
             self.param = now.clone() if self.apart else now
+
+    def at_hand(self, *, changed: bool) -> AbstractContextManager[Any]:
+        """Inside, what its bucket's pieces are and remember can be looked at, and changed if that is said."""
+        return contextlib.nullcontext()
+
+    def remember(self, known: dict[str, Any]) -> dict[str, Any]:
+        """What an optimizer knows of it, to be kept where such things are."""
+        return known
 
     def now(self) -> Tensor:
         """The parameter's own elements."""

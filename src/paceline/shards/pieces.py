@@ -19,6 +19,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -28,13 +29,15 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.bucket import Bucket
 from paceline.comm import NARROW
+from paceline.errors import MethodError
 from paceline.knobs import knob
 from paceline.parts import Layout
 from paceline.shards import elementwise, hooks, whole
 from paceline.shards.grad import SlicedGrad
 from paceline.shards.piece import Piece, take_all
+from paceline.stores import placing
 from paceline.stores.away import AwayPiece
-from paceline.stores.offload import Offload
+from paceline.stores.offload import Offload, check_for_disk, stepped_in_fp32
 
 if TYPE_CHECKING:
     from paceline.exchange import Exchange
@@ -50,22 +53,33 @@ class Shards(Layout):
     lends: ClassVar[bool] = False  # parameters are whole only while a module computes with them
     at_once: ClassVar[int] = 4  # enough for the wire to be busy while the next is made
 
-    store: Literal["device", "cpu"] = knob("device", "where the optimizer's state lives")
-    device_gb: float = knob(0.0, "with store=cpu: how much of it stays on the device all the same", unit="GB", low=0.0)
-    guess: bool = knob(True, "with store=cpu: step a bucket as soon as its gradients are there; undone if need be")
-    threads: int = knob(0, "with store=cpu: threads that step there; 0: three quarters of the cores", low=0)
+    store: Literal["device", "cpu", "nvme"] = knob("device", "where the optimizer's state lives")
+    device_gb: float = knob(0.0, "with another store: what of it stays on the device all the same", unit="GB", low=0.0)
+    host_gb: float = knob(0.0, "with store=nvme: what of it stays in the host's memory", unit="GB", low=0.0)
+    path: str = knob("", "with store=nvme: a folder on a local disk")
+    guess: bool = knob(True, "not on the device: step a bucket as soon as its gradients are there; undone if need be")
+    threads: int = knob(0, "not on the device: threads that step; 0: three quarters of the cores", low=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if (self.store == "nvme") != bool(self.path):
+            raise MethodError(
+                f"{self.name}: store={self.store} with path={self.path!r}",
+                why="state that is on disk, and no other, needs a folder there",
+                do="give store='nvme' and path, a folder on a local disk, or none of them",
+            )
         self.pieces: dict[int, list[Piece]] = {}  # by bucket
         self.masters: dict[int, Tensor] = {}  # by bucket of 16-bit parameters: the fp32 masters of its pieces
         self.offload: Offload | None = None  # of buckets whose state is not on the device
         self._hooks: list[RemovableHandle] = []
         self._shared: Any = None  # the optimizer's state, while it shows a whole one
+        self._told = False  # what lies where
         self._coming: dict[int, Any] = {}  # a state that is being loaded, by the parameter's number
 
     def check(self, optimizer: Optimizer) -> None:
         elementwise.check(self.name, optimizer)
+        if self.store == "nvme":
+            check_for_disk(self.name, optimizer)
 
     def rests(self, params: Sequence[Tensor]) -> bool:
         return self.store == "device" and not any(p.dtype in NARROW for p in params)
@@ -92,21 +106,36 @@ class Shards(Layout):
             if b.flat.dtype in NARROW:
                 self.masters[b.index] = torch.zeros_like(b.flat[b.own], dtype=torch.float32)
             return [Piece(b, *end, source, home=self.masters.get(b.index)) for end in ends]
-        away.pieces = [AwayPiece(b, *end, source, away=away) for end in ends]
+        with away.vectors.at_hand(changed=True) as now:
+            away.pieces = [AwayPiece(b, *end, source, now.p, away=away) for end in ends]
         away.published()
         return [*away.pieces]
 
     def _away(self, b: Bucket, ex: Exchange) -> Away | None:
-        """Its state is not to be on the device. What the next forward needs first stays longest: it is stepped last."""
+        """Its state is not to be on the device. What the next forward needs first stays longest: it is stepped last.
+        What is stepped first has the longest time, and goes farthest.
+        """
         if self.store == "device":
             return None
         later = sum(p.numel() for group in ex.optimizer.param_groups for p in group["params"] if p.requires_grad)
         later -= sum(known.n for known in ex.buckets if known.index < b.index)
-        if later / ex.world * _STATE_BYTES <= self.device_gb * 1e9:
+        beyond = later / ex.world * _STATE_BYTES - self.device_gb * 1e9
+        if beyond <= 0:
             return None
         if self.offload is None:
             self.offload = Offload(b.device, guess=self.guess, threads=self.threads)
-        return self.offload.add(b)
+        beyond -= self.host_gb * 1e9
+        on_disk = self.store == "nvme" and beyond > 0 and stepped_in_fp32(b.flat.dtype)
+        if on_disk and self.offload.pool is None:
+            self.offload.open_disk(Path(self.path), beyond, ex.rank)
+        return self.offload.add(b, on_disk=on_disk)
+
+    def ready(self, ex: Exchange) -> None:
+        if self.store != "device" and ex.rank == 0 and not self._told:
+            placing.tell(ex, self.offload.of if self.offload else {}, self.path)
+            self._told = True
+        if self.offload is not None:
+            self.offload.ready()
 
     def source(self, b: Bucket, ex: Exchange) -> Tensor | None:
         """A vector of its own for this worker's slice of the parameters, where they are not whole on every worker."""
@@ -144,6 +173,8 @@ class Shards(Layout):
                 if piece.bucket.index not in self.masters:
                     piece.take()
         try:
+            if self.offload:
+                self.offload.wait()
             with _holding(ex.optimizer, [*mine, *left]):
                 result = step()
         finally:
@@ -166,6 +197,8 @@ class Shards(Layout):
         self.pieces.clear()
         self._hooks.clear()
         self.masters.clear()
+        if self.offload is not None:
+            self.offload.close()
         self.offload = None
 
     def settle(self, ex: Exchange) -> None:

@@ -7,8 +7,10 @@ The fp32 master of a 16-bit parameter goes along under a name of its own, which 
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,17 +32,25 @@ _ELEMENTS = "elements"
 
 def take(b: Bucket, pieces: Sequence[Piece], optimizer: Optimizer) -> None:
     """Each piece takes its stretch of what the optimizer remembers of the parameter, which then goes."""
+    if not any(s.param in optimizer.state for s in b.slots):
+        return
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    for piece in pieces:
-        known = optimizer.state.get(p := piece.slot.param, {})
-        mine = {key: _cut(key, value, piece, group_of.get(id(p), {})) for key, value in known.items()}
-        master = mine.pop(MASTER, None)
-        if master is not None and piece.apart:
-            piece.param.copy_(master)
-        if mine:
-            optimizer.state[piece.param] = mine
+    with _at_hand(pieces, changed=True):
+        for piece in pieces:
+            known = optimizer.state.get(p := piece.slot.param, {})
+            mine = {key: _cut(key, value, piece, group_of.get(id(p), {})) for key, value in known.items()}
+            master = mine.pop(MASTER, None)
+            if master is not None and piece.apart:
+                piece.param.copy_(master)
+            if mine:
+                optimizer.state[piece.param] = piece.remember(mine)
     for s in b.slots:
         optimizer.state.pop(s.param, None)
+
+
+def _at_hand(pieces: Sequence[Piece], *, changed: bool) -> AbstractContextManager[Any]:
+    """Those of one bucket."""
+    return pieces[0].at_hand(changed=changed) if pieces else contextlib.nullcontext()
 
 
 def _cut(key: str, value: Any, piece: Piece, group: Mapping[str, Any]) -> Any:
@@ -68,7 +78,9 @@ def state(pieces: Mapping[int, Sequence[Piece]], ex: Exchange) -> defaultdict[Te
         for name, about in worker.items():
             said.setdefault(name, {}).update(about)
     for b in ex.buckets:
-        for s, known in zip(b.slots, _assemble(b, pieces[b.index], said, ex), strict=True):
+        with _at_hand(pieces[b.index], changed=False):
+            assembled = _assemble(b, pieces[b.index], said, ex)
+        for s, known in zip(b.slots, assembled, strict=True):
             if known:
                 whole[s.param] = known
     params = [p for group in ex.optimizer.param_groups for p in group["params"]]
@@ -103,7 +115,10 @@ def _remembered(piece: Piece, ex: Exchange) -> dict[str, Any]:
 
 def _stepped(piece: Piece, ex: Exchange) -> bool:
     """Of one that never was, an optimizer must not find anything."""
-    return bool(ex.optimizer.state.get(piece.param)) or not torch.equal(piece.param, piece.now().to(piece.param.dtype))
+    if ex.optimizer.state.get(piece.param):
+        return True
+    with piece.at_hand(changed=False):
+        return not torch.equal(piece.param, piece.now().to(piece.param))
 
 
 def _assemble(b: Bucket, pieces: Sequence[Piece], said: Any, ex: Exchange) -> list[dict[str, Any]]:

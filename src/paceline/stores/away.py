@@ -1,17 +1,18 @@
 """State that is stepped on the host while the device computes: ZeRO-Offload.
 
-[Note: away] A bucket is away if the fp32 master of its parameters and the optimizer's moments are in the host's memory.
-Its gradients leave the device as soon as they are agreed on, while backward goes on. With Adam and AdamW the host then
-steps the bucket at once (kernels/adam.py), on a guess: that the step will be made, and that nobody scales the gradients
-first. The new parameters wait on the device, in memory that backward has given back, and `optimizer.step()` has little
-left to do but to put them in their place. So the parameters change where the user says so, and nowhere else.
+[Note: away] A bucket is away if the fp32 master of its parameters and the optimizer's moments are in the host's memory
+(cpu.py) or on its disk (nvme.py). Its gradients leave the device as soon as they are agreed on, while backward goes on.
+With Adam and AdamW the host then steps the bucket at once (kernels/adam.py), on a guess: that the step will be made,
+and that nobody scales the gradients first. The new parameters wait on the device, in memory that backward has given
+back, and `optimizer.step()` has little left to do but to put them in their place. So the parameters change where the
+user says so, and nowhere else.
 
 A guess that was wrong is undone: in a step that is given up, after a second backward, where gradients are clipped.
 Undoing is Adam's formula solved for what was before, exact to rounding. Whoever clips in one step probably clips in
 the next: it is then not guessed, and the host begins when `step` is called. Under a loss scaler nothing is ever
 guessed. `guess=False` never does.
 
-Other optimizers step their pieces on the host by themselves, when `step` is called.
+Other optimizers step their pieces in the host's memory by themselves, when `step` is called.
 
 [Note: face] On the device a gradient that has left is a one in its place, without memory: the engine may make it NaN
 for all to see, and a copy of it says what of the gradient the next one is to be added to.
@@ -19,9 +20,11 @@ for all to see, and a copy of it says what of the gradient the next one is to be
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +36,7 @@ from paceline.kernels import adam
 from paceline.shards.piece import Piece
 from paceline.stores import crew
 from paceline.stores.lanes import Lanes, Ring
+from paceline.stores.vectors import Triple, Vectors
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -60,10 +64,24 @@ class AwayPiece(Piece):
 
     away: Away
 
-    def __init__(self, b: Bucket, slot: Slot, start: int, stop: int, source: Tensor | None, *, away: Away) -> None:
+    def __init__(
+        self, b: Bucket, slot: Slot, start: int, stop: int, source: Tensor | None, home: Tensor, *, away: Away
+    ) -> None:
+        """home: the bucket's masters, which are at hand."""
         self.away = away
         self.factors: list[Tensor | float] = []
-        super().__init__(b, slot, start, stop, source, home=away.p)
+        super().__init__(b, slot, start, stop, source, home)
+        self.param, *moments = away.vectors.show(self.here)
+        self.moments = dict(zip(_MOMENTS, moments, strict=True))
+
+    def at_hand(self, *, changed: bool) -> AbstractContextManager[Any]:
+        return self.away.vectors.at_hand(changed=changed)
+
+    def remember(self, known: dict[str, Any]) -> dict[str, Any]:
+        for key, mine in self.moments.items():
+            if key in known and known[key] is not mine:
+                known[key] = mine.copy_(known[key])
+        return known
 
     def remembers(self) -> bool:
         return self.away.handed
@@ -112,15 +130,13 @@ class AwayPiece(Piece):
 class Away:
     """One bucket: [Note: away]."""
 
-    def __init__(self, b: Bucket, length: int, lanes: Lanes, ring: Ring, threads: crew.Crew) -> None:
-        self.bucket, self.lanes, self.ring, self.crew = b, lanes, ring, threads
-        self.p = lanes.vector(length, torch.promote_types(b.flat.dtype, torch.float32))
-        self.g = lanes.vector(length, b.flat.dtype, pin=True)
+    def __init__(self, b: Bucket, vectors: Vectors, lanes: Lanes, ring: Ring, line: crew.Line) -> None:
+        self.bucket, self.vectors, self.lanes, self.ring, self.line = b, vectors, lanes, ring, line
+        self.g = lanes.vector(vectors.n, b.flat.dtype, pin=True)
         self.face = self.g  # [Note: face]
         self._left = False  # the last mean has
         self.norm_of: dict[AwayPiece, Tensor] = {}  # of g as it came
         self.pieces: list[AwayPiece] = []
-        self._moments: list[Tensor] = []
         self._came: Callable[[], None] | None = None  # wait until g is here
         self._finite = lanes.vector(1, torch.float32, pin=True)  # a sum of norms, of which that can be seen
         self._job: Future[Made | None] | None = None
@@ -170,7 +186,7 @@ class Away:
         unscaling: float = 1.0,
     ) -> list[Wish] | None:
         """A step of every piece; None where the optimizer must do it by itself. unscaling: a factor for all."""
-        if self.p.dtype != torch.float32:
+        if self.vectors.dtype != torch.float32:
             return None
         wishes = []
         for piece in self.pieces:
@@ -178,21 +194,10 @@ class Away:
             if how is None:
                 return None
             scale = scales[piece] if scales is not None else 1.0
-            wishes.append(Wish(piece, how, self._steps(piece, optimizer) + 1, scale * unscaling))
+            known = optimizer.state.get(piece.param)
+            t = int(piece.remember(known)["step"]) if known else 0
+            wishes.append(Wish(piece, how, t + 1, scale * unscaling))
         return wishes
-
-    def _steps(self, piece: AwayPiece, optimizer: Optimizer) -> int:
-        """How many it has had. Its moments are then in this bucket's vectors, wherever they came from."""
-        if not self._moments:
-            self._moments = [self.lanes.vector(self.p.numel(), torch.float32) for _ in _MOMENTS]
-        known = optimizer.state.get(piece.param)
-        if not known:
-            return 0
-        for key, vector in zip(_MOMENTS, self._moments, strict=True):
-            mine = vector[piece.here]
-            if known[key].data_ptr() != mine.data_ptr():
-                known[key] = mine.copy_(known[key])
-        return int(known["step"])
 
     # ------------------------------------------------------------------------------------------------ the step
 
@@ -204,19 +209,34 @@ class Away:
             self._begin(wishes, self.wait, guess=False)
         self._asked = True
 
+    def take_theirs(self, pieces: Sequence[AwayPiece]) -> None:
+        """Gradients that the user has put there himself, in place of ours. Nothing that was guessed is left."""
+        self.wait()
+        for piece in pieces:
+            assert piece.slot.param.grad is not None
+            self.g[piece.here] = piece.of(piece.slot.param.grad)
+
+    def done(self) -> None:
+        """Wait for what was begun."""
+        if self._job is not None:
+            self._result()
+
     def finish(self, optimizer: Optimizer) -> Tensor:
         """... and its end: this worker's slice of the new parameters, on the device."""
         made = self._result()
         self._job, self._asked = None, False
         assert made is not None
         for wish in made.wishes:
-            mine = [vector[wish.piece.here] for vector in self._moments]
-            state = optimizer.state[wish.piece.param]
-            state.update(step=torch.tensor(float(wish.t)), **dict(zip(_MOMENTS, mine, strict=True)))
+            optimizer.state[wish.piece.param].update(step=torch.tensor(float(wish.t)), **wish.piece.moments)
         if made.there is None:
-            return self.p.to(self.g.dtype).to(self.bucket.device)
+            return self.stepped()
         self.lanes.arrive(made.there)
         return made.there
+
+    def stepped(self) -> Tensor:
+        """This worker's slice of the parameters as their masters are, on the device."""
+        with self.vectors.at_hand(changed=False) as now:
+            return now.p.to(self.g.dtype).to(self.bucket.device)
 
     def take_back(self) -> None:
         """What was stepped on a guess, and that nobody has asked for, was not."""
@@ -224,7 +244,8 @@ class Away:
             return
         made, self._job = self._result(), None
         if made is not None:
-            self.crew.all(self.p.numel(), self._work(adam.undoing, made.wishes))
+            with self.vectors.at_hand(changed=True) as now:
+                self.line.crew.all(self.vectors.n, self._work(adam.undoing, made.wishes, now))
 
     def _result(self) -> Made | None:
         assert self._job is not None
@@ -232,7 +253,7 @@ class Away:
 
     def _begin(self, wishes: list[Wish], came: Callable[[], None], *, guess: bool) -> None:
         self._job = Future()
-        self.crew.submit(self._run, self._job, wishes, came, guess)
+        self.line.submit(self._run, self._job, wishes, came, guess)
 
     def _run(self, job: Future[Made | None], wishes: list[Wish], came: Callable[[], None], guess: bool) -> None:
         """The gradient is awaited, and the team gets to work; the last of it ends the job."""
@@ -241,23 +262,28 @@ class Away:
             if guess and not bool(self._finite.isfinite()):
                 job.set_result(None)  # nothing would bring the moments back; and the step will hardly be made
                 return
-            out, give = self.ring.take(self.p.numel(), self.g.dtype)
-            for piece in {*self.pieces} - {wish.piece for wish in wishes}:
-                out[piece.here].copy_(piece.param)
-            work = self._work(adam.stepping, wishes, out)
+            with contextlib.ExitStack() as held:
+                now = self.vectors.take()
+                held.callback(self.vectors.give, changed=True)
+                out, give = self.ring.take(self.vectors.n, self.g.dtype)
+                for piece in {*self.pieces} - {wish.piece for wish in wishes}:
+                    out[piece.here].copy_(now.p[piece.here])
+                work = self._work(adam.stepping, wishes, now, out)
+                until_done = held.pop_all()
         except BaseException as error:
             job.set_exception(error)
             return
 
         def then(error: BaseException | None) -> None:
             try:
+                until_done.close()
                 if error is not None:
                     raise error
                 job.set_result(Made(wishes, self._send_back(out, give)))
             except BaseException as error:
                 job.set_exception(error)
 
-        self.crew.spread(self.p.numel(), work, then)
+        self.line.crew.spread(self.vectors.n, work, then)
 
     def _send_back(self, out: Tensor, give: Callable[[Callable[[], None]], None]) -> Tensor | None:
         try:
@@ -267,10 +293,10 @@ class Away:
         give(sent)
         return there
 
-    def _work(self, do: Callable[..., adam.Stretch], wishes: Sequence[Wish], *out: Tensor) -> adam.Stretch:
+    def _work(self, do: Callable[..., adam.Stretch], wishes: Sequence[Wish], now: Triple, *out: Tensor) -> adam.Stretch:
         """What a thread does with a stretch of this bucket: neighbours that wish for the same, at once."""
         runs = [
-            (low, high, do(how, t, self.p, *self._moments, self.g, *out, scale=scale))
+            (low, high, do(how, t, *now, self.g, *out, scale=scale))
             for (how, t, scale), some in itertools.groupby(wishes, lambda wish: wish[1:])
             for low, high in _runs(wish.piece.here for wish in some)
         ]
@@ -301,8 +327,9 @@ class Away:
     def follow(self) -> None:
         """The masters of parameters that somebody has written into."""
         self.take_back()
-        for piece in self.pieces:
-            piece.follow()
+        with self.vectors.at_hand(changed=True):
+            for piece in self.pieces:
+                piece.follow()
 
 
 def _runs(places: Iterable[slice]) -> Iterator[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Threads that step the state on the host: one that takes buckets in their order, and a team that shares each out.
+"""Threads that step the state on the host: those that take buckets in their order, and a team that shares each out.
 
 Nobody in the team waits for the others: whoever is done with his stretch of a bucket goes on with the next bucket's.
 Python's lock is held only between two stretches, so there are few of them: one a thread and bucket.
@@ -24,18 +24,14 @@ _GRAIN = 1024  # elements: stretches begin on pages, and short vectors are not w
 
 
 class Crew:
-    """`submit` for what is done in order, `spread` for what is shared out."""
+    """`spread` for what is shared out."""
 
     def __init__(self, threads: int) -> None:
-        self._first = ThreadPoolExecutor(1, "paceline-store")
         count = threads or max(1, len(os.sched_getaffinity(0)) * 3 // 4)  # the others launch and load
         self._queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(count)]
         for queue in self._queues:
             threading.Thread(target=_serve, args=(queue,), name="paceline-step", daemon=True).start()
-        weakref.finalize(self, _dismiss, self._first, self._queues)
-
-    def submit(self, job: Callable[..., Any], *args: Any) -> None:
-        self._first.submit(job, *args)
+        weakref.finalize(self, _dismiss, self._queues)
 
     def spread(self, n: int, work: Work, then: Callable[[BaseException | None], None]) -> None:
         """work(start, stop) for stretches of 0..n, by the team; `then` by who is last, with the first error if any."""
@@ -50,6 +46,20 @@ class Crew:
         done: Future[None] = Future()
         self.spread(n, work, lambda error: done.set_exception(error) if error else done.set_result(None))
         result(done, "a step on the host")
+
+
+class Line:
+    """`submit` for what is done in order: of buckets that wait for the same, the device or a disk too. Those of another
+    line need not wait for them.
+    """
+
+    def __init__(self, crew: Crew) -> None:
+        self.crew = crew
+        self._first = ThreadPoolExecutor(1, "paceline-store")
+        weakref.finalize(self, self._first.shutdown, wait=False, cancel_futures=True)
+
+    def submit(self, job: Callable[..., Any], *args: Any) -> None:
+        self._first.submit(job, *args)
 
 
 class _Share:
@@ -92,7 +102,6 @@ def result(future: Future[T], what: str) -> T:
         ) from None
 
 
-def _dismiss(first: ThreadPoolExecutor, queues: list[SimpleQueue[Any]]) -> None:
-    first.shutdown(wait=False, cancel_futures=True)
+def _dismiss(queues: list[SimpleQueue[Any]]) -> None:
     for queue in queues:
         queue.put(None)

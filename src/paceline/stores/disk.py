@@ -26,7 +26,7 @@ from torch import Tensor
 from paceline.errors import StoreError, UsageError
 from paceline.stores.file import PAGE, File, aligned, broken, padded
 
-__all__ = ["PAGE", "PIECE", "Disk", "Speed", "Transfer", "aligned", "padded", "speed"]
+__all__ = ["PAGE", "PIECE", "Disk", "Speed", "Transfer", "aligned", "late", "padded", "speed"]
 
 PIECE = 4 << 20  # bytes; larger ones are not faster
 _PROBE, _PROBE_S = 64 * PIECE, 0.3  # `speed` stops at the first of these two
@@ -52,7 +52,7 @@ class Transfer(Future[None]):
         try:
             super().result(limit)
         except TimeoutError:
-            raise _late(self.what, limit) from None
+            raise late(self.what, limit) from None
 
 
 class Disk:
@@ -61,7 +61,14 @@ class Disk:
     """
 
     def __init__(
-        self, folder: Path, size: int, *, threads: int = 4, in_flight: int = 16, deadline_s: float = 120.0
+        self,
+        folder: Path,
+        size: int,
+        *,
+        threads: int = 4,
+        in_flight: int = 16,
+        deadline_s: float = 120.0,
+        name: str = "paceline",
     ) -> None:
         if min(size, threads, in_flight) < 1 or deadline_s <= 0:
             raise UsageError(
@@ -69,7 +76,8 @@ class Disk:
                 why="each of them must be positive",
             )
         self.deadline_s = deadline_s
-        self._file = File(folder, padded(size))
+        self._file = File(folder, padded(size), name)
+        self._reserved = 0
         self._sums: dict[int, tuple[int, int]] = {}  # of the piece at an offset: its length and checksum
         self._failure: StoreError | None = None
         self._lock = threading.Lock()
@@ -85,9 +93,20 @@ class Disk:
         return self._file.size
 
     @property
+    def path(self) -> Path:
+        return self._file.path
+
+    @property
     def direct(self) -> bool:
         """Whether it goes past the page cache."""
         return self._file.direct
+
+    def reserve(self, nbytes: int) -> int:
+        """The offset of a new stretch. The file grows where it must."""
+        at, self._reserved = self._reserved, self._reserved + padded(nbytes)
+        if self._reserved > self.size:
+            self._file.grow(self._reserved)
+        return at
 
     def read(self, at: int, into: Tensor) -> Transfer:
         """What was written at this offset, into a CPU tensor that is not to be looked at before the result."""
@@ -104,7 +123,7 @@ class Disk:
         deadline = time.monotonic() + self.deadline_s
         for _ in range(self._in_flight):
             if not self._room.acquire(timeout=max(0.0, deadline - time.monotonic())):
-                raise _late(f"closing {self._file.path}", self.deadline_s)
+                raise late(f"closing {self._file.path}", self.deadline_s)
         for _ in self._threads:
             self._jobs.put(None)
         self._threads = []
@@ -129,7 +148,7 @@ class Disk:
         self._check(what, at, x, n)
         view = x.detach().view(-1).view(torch.uint8).numpy().data
         if not self._room.acquire(timeout=self.deadline_s):
-            raise _late(what, self.deadline_s)
+            raise late(what, self.deadline_s)
         starts = range(0, n, PIECE)
         transfer = Transfer(what, len(starts), self.deadline_s)
         for start in starts:
@@ -157,6 +176,7 @@ class Disk:
                 named = error if isinstance(error, StoreError) else broken(transfer.what, error)
                 self._failure = self._failure or named
             self._end(transfer)
+            del job, transfer, move, view  # an idle thread keeps no buffer alive, nor who waited for it
 
     def _end(self, transfer: Transfer) -> None:
         with self._lock:
@@ -223,7 +243,7 @@ def _rate(move: Callable[[int, Tensor], Transfer], x: Tensor, size: int, end: Ca
     return moved / (time.perf_counter() - began), moved
 
 
-def _late(what: str, limit: float) -> StoreError:
+def late(what: str, limit: float) -> StoreError:
     return StoreError(
         f"{what} has not ended after {limit:.0f} s",
         why="the disk does not answer, or is far slower than it was measured",

@@ -40,22 +40,31 @@ def aligned(nbytes: int, pin: bool) -> Tensor:
 class File:
     """`size` bytes in `folder`. Reads and writes move all they are asked to, from any thread, or raise."""
 
-    def __init__(self, folder: Path, size: int) -> None:
+    def __init__(self, folder: Path, size: int, name: str = "paceline") -> None:
         _check_room(folder, size)
         try:
-            self._plain, name = tempfile.mkstemp(prefix="paceline-", suffix=".state", dir=folder)
+            self._plain, path = tempfile.mkstemp(prefix=f"{name}-", suffix=".state", dir=folder)
         except OSError as error:
             raise broken(f"making a file in {folder}", error) from error
-        self.path, self.size = Path(name), size
+        self.path, self.size = Path(path), 0
         try:
-            os.posix_fallocate(self._plain, 0, size)
-            self._direct = _open_direct(name)
-        except OSError as error:
+            self.grow(size)
+            self._direct = _open_direct(path)
+        except BaseException:
             os.close(self._plain)
-            _check_room(folder, size, full=error.errno == errno.ENOSPC)
-            raise broken(f"reserving {size} bytes in {folder}", error) from error
+            raise
         finally:
             self.path.unlink(missing_ok=True)
+
+    def grow(self, size: int) -> None:
+        """To `size` bytes, which are then reserved."""
+        more, folder = size - self.size, self.path.parent
+        try:
+            os.posix_fallocate(self._plain, self.size, more)
+        except OSError as error:
+            _check_room(folder, more, full=error.errno == errno.ENOSPC)
+            raise broken(f"reserving {more} bytes in {folder}", error) from error
+        self.size = size
 
     @property
     def direct(self) -> bool:

@@ -1,7 +1,8 @@
-"""All buckets of one optimizer that are away, and what they share: lanes, threads, and trust in a guess."""
+"""All buckets of one optimizer that are away, and what they share: lanes, threads, a disk, and trust in a guess."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,10 +10,15 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from paceline.bucket import Bucket
+from paceline.errors import MethodError
 from paceline.kernels import adam
 from paceline.stores.away import Away, AwayPiece, Groups
-from paceline.stores.crew import Crew
+from paceline.stores.cpu import InMemory
+from paceline.stores.crew import Crew, Line
+from paceline.stores.disk import Disk
 from paceline.stores.lanes import Lanes, Ring
+from paceline.stores.nvme import Pool
+from paceline.stores.vectors import Vectors
 
 if TYPE_CHECKING:
     from paceline.exchange import Exchange
@@ -20,21 +26,66 @@ if TYPE_CHECKING:
 _RING = 4
 
 
+def check_for_disk(name: str, optimizer: Optimizer) -> None:
+    """Refuse for the layout `name` an optimizer whose state cannot be on disk."""
+    dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
+    if any(how is None for how in _hows(optimizer)) or not all(map(stepped_in_fp32, dtypes)):
+        raise MethodError(
+            f"{name} with store=nvme does not go together with this optimizer, {type(optimizer).__name__}",
+            why="what is on disk is stepped here: Adam and AdamW in fp32, without amsgrad",
+            do="use one of these, or store=cpu, where any elementwise optimizer may step",
+        )
+
+
+def stepped_in_fp32(dtype: torch.dtype) -> bool:
+    return torch.promote_types(dtype.to_real() if dtype.is_complex else dtype, torch.float32) == torch.float32
+
+
+def _hows(optimizer: Optimizer) -> list[adam.Adam | None]:
+    """How each group is stepped, as of now."""
+    known = type(optimizer) in (Adam, AdamW)
+    return [
+        adam.of(group, isinstance(optimizer, AdamW) or bool(group.get("decoupled_weight_decay"))) if known else None
+        for group in optimizer.param_groups
+    ]
+
+
 class Offload:
     """[Note: away] in away.py."""
 
     def __init__(self, device: torch.device, *, guess: bool, threads: int) -> None:
-        self.lanes, self.crew = Lanes(device), Crew(threads)
+        self.lanes, crew = Lanes(device), Crew(threads)
         self.ring = Ring(self.lanes, _RING)
+        self.pool: Pool | None = None  # of those on disk
+        self._lines = {on_disk: Line(crew) for on_disk in (False, True)}
         self.of: dict[int, Away] = {}  # by bucket
         self.new: dict[int, Tensor] = {}  # ... its parameters after a step, until they are published
         self.guess = self.trusts = guess
         self._seen: Any = None  # the optimizer's groups, and of which of them each parameter is
         self._group_of: dict[int, int] = {}
 
-    def add(self, b: Bucket) -> Away:
-        away = self.of[b.index] = Away(b, b.own.stop - b.own.start, self.lanes, self.ring, self.crew)
+    def add(self, b: Bucket, *, on_disk: bool = False) -> Away:
+        n = b.own.stop - b.own.start
+        if on_disk:
+            assert self.pool is not None
+            vectors: Vectors = self.pool.add(n)
+        else:
+            vectors = InMemory(self.lanes, n, torch.promote_types(b.flat.dtype, torch.float32))
+        away = self.of[b.index] = Away(b, vectors, self.lanes, self.ring, self._lines[on_disk])
         return away
+
+    def open_disk(self, folder: Path, size: float, rank: int) -> None:
+        """For those that are not to be in memory: about `size` bytes, with the worker's number in the file's name."""
+        self.pool = Pool(Disk(folder, int(size), name=f"paceline-{rank}"), self.lanes)
+
+    def ready(self) -> None:
+        """Every bucket is known."""
+        if self.pool is not None:
+            self.pool.start()
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.close()
 
     def hand(self, b: Bucket, ex: Exchange) -> None:
         """What is kept of a mean leaves the device, unless something is still to become of it there."""
@@ -55,15 +106,13 @@ class Offload:
         if groups is not self._seen or sum(len(group["params"]) for group in groups) != len(self._group_of):
             self._seen = groups
             self._group_of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
-        known = type(optimizer) in (Adam, AdamW)
-        hows = [
-            adam.of(group, isinstance(optimizer, AdamW) or bool(group.get("decoupled_weight_decay"))) if known else None
-            for group in groups
-        ]
+        hows = _hows(optimizer)
         return {p: hows[i] for p, i in self._group_of.items()}
 
     def begin(self, ex: Exchange) -> list[AwayPiece]:
         """The user's step, for what is stepped here. Gives the pieces that the optimizer must step itself."""
+        if self.pool is not None:
+            check_for_disk(ex.method.layout.name, ex.optimizer)
         self._follow()
         scales, skip = self._scales(), _found_inf(ex.optimizer)
         self.trusts = self.guess and all(scale == 1.0 for scale in scales.values())
@@ -73,14 +122,18 @@ class Offload:
             if not away.handed:
                 away.hand(away.bucket.kept, None)
             own = [piece for piece in away.pieces if piece.slot.param.grad is not None and not skip]
-            theirs = any(piece.slot.param.grad is not piece.slot.shown for piece in own)
-            wishes = None if theirs else away.wishes(ex.optimizer, groups, scales, _unscaling(ex.optimizer))
-            if wishes is None:
+            theirs = [piece for piece in own if piece.slot.param.grad is not piece.slot.shown]
+            wishes = away.wishes(
+                ex.optimizer, groups, scales | dict.fromkeys(theirs, 1.0), unscaling=_unscaling(ex.optimizer)
+            )
+            if theirs or wishes is None:
                 away.take_back()
+            if wishes is None:
                 left += away.pieces
                 for piece in away.pieces:
                     piece.scale(scales[piece])
             else:
+                away.take_theirs(theirs)
                 away.ask([wish for wish in wishes if wish.piece in own])
         return left
 
@@ -101,12 +154,17 @@ class Offload:
         values = dict(zip(tensors, torch.stack(stacked).tolist(), strict=True)) if stacked else {}
         return {piece: piece.taken(values) for piece in pieces}
 
+    def wait(self) -> None:
+        """A disk may fail. What cannot be undone is done only when it has not."""
+        if self.pool is not None:
+            for away in self.of.values():
+                away.done()
+
     def end(self, ex: Exchange, left: list[AwayPiece]) -> None:
         """The optimizer has stepped what it was left with."""
         by_itself = {id(piece.away) for piece in left}
         for index, away in self.of.items():
-            new = away.p.to(away.g.dtype).to(self.lanes.device) if id(away) in by_itself else away.finish(ex.optimizer)
-            self.new[index] = new
+            self.new[index] = away.stepped() if id(away) in by_itself else away.finish(ex.optimizer)
 
     def take_back(self) -> None:
         """Before somebody looks at the state."""
