@@ -15,7 +15,7 @@ import threads
 from paceline.errors import UsageError
 from paceline.kernels import adam
 from paceline.stores.away import Away, AwayPiece
-from rig import Rig, close, data, mlp
+from rig import Rig, close, data, mlp, weights
 
 STAGES = ["zero1", "zero2", "zero3"]
 
@@ -215,3 +215,62 @@ def test_an_error_on_the_host_comes_out_of_step(monkeypatch):
     monkeypatch.setattr(adam, "stepping", broken)
     with pytest.raises(MemoryError, match="no more"):
         trained("zero2", {"store": "cpu"})
+
+
+# ------------------------------------------------------------------------------------------------------ one step late
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_late_step_is_used_one_step_later(stage, world):
+    """Gradients are those of weights that are one step behind. At the end all steps are made."""
+    front, back = mlp(), mlp()
+    optimizer, behind = fused(back), [p.detach().clone() for p in back.parameters()]
+    for x, y in data(6):
+        cross_entropy(front(x), y).backward()
+        for p, q in zip(front.parameters(), back.parameters(), strict=True):
+            q.grad, p.grad = p.grad, None
+        optimizer.step()
+        with torch.no_grad():
+            for p, late, q in zip(front.parameters(), behind, back.parameters(), strict=True):
+                p.copy_(late)
+                late.copy_(q)
+    want = torch.cat([p.detach().flatten() for p in back.parameters()])
+
+    def end(one):
+        late = torch.cat([p.flatten() for p in one.model.state_dict().values()])
+        one.engine.settle()
+        return late, torch.cat([p.flatten() for p in one.model.state_dict().values()])
+
+    late, got = trained(stage, {"store": "cpu", "late": True}, world=world, end=end)
+    close(got, want, tol=1e-5)
+    close(late, torch.cat([p.detach().flatten() for p in front.parameters()]), tol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:paceline")
+def test_a_late_step_that_is_given_up_was_never_begun(guesses):
+    batches = data(6)
+    batches[3][0][0] = torch.inf
+    without = [*batches[:3], *batches[4:]]
+
+    def end(one):
+        one.engine.settle()
+        return torch.cat([p.flatten() for p in one.model.state_dict().values()])
+
+    how = {"world": 2, "end": end}
+    got = trained("zero2", {"store": "cpu", "late": True}, batches=batches, **how)
+    assert guesses["guessed"] == guesses["undone"] == 0
+    assert torch.equal(got, trained("zero2", {"store": "cpu", "late": True}, batches=without, **how))
+
+
+def test_a_late_step_is_saved_with_the_rest():
+    def end(one):
+        saved = one.optimizer.state_dict()["state"]
+        return saved[0]["step"], torch.cat([p.detach().flatten() for p in one.model.parameters()])
+
+    step, got = trained("zero2", {"store": "cpu", "late": True}, end=end)
+    assert step == 6
+    settled = trained(
+        "zero2", {"store": "cpu", "late": True}, end=lambda one: (one.engine.settle(), weights(one.model))[1]
+    )
+    assert torch.equal(got, settled)

@@ -61,21 +61,26 @@ class Zero3(Shards):
     def apply(self, step: Callable[[], Any], ex: Exchange) -> Any:
         self.loans.give_back()
         result = super().apply(step, ex)
-        new = self.offload.new if self.offload else {}
         with torch.no_grad():
+            self.put_new(ex)
             for index, pieces in self.pieces.items():
-                if index in new:
-                    self.loans.of[index].mine.copy_(new.pop(index))
-                    self.published(self.loans.of[index].bucket)
-                elif index in self.masters:
+                if index in self.masters:
                     self.loans.of[index].mine.copy_(self.masters[index])
-                else:
+                elif self.offload is None or index not in self.offload.of:
                     for piece in (piece for piece in pieces if piece.apart):
                         piece.now().copy_(piece.param)
         self.loans.ask_first()
         return result
 
+    def put_new(self, ex: Exchange) -> None:
+        for b in ex.buckets:
+            if self.offload and b.index in self.offload.new:
+                self.loans.of[b.index].mine.copy_(self.offload.new.pop(b.index))
+                self.published(b)
+
     def settle(self, ex: Exchange) -> None:
+        if self.late:
+            self.put_away()
         super().settle(ex)
         self.loans.settle()
 

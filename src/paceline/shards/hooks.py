@@ -39,7 +39,7 @@ def show_whole(layout: Shards, ex: Exchange) -> None:
     optimizer = ex.optimizer
     optimizer.register_state_dict_pre_hook(lambda _: layout.saving(ex))
     optimizer.register_state_dict_post_hook(lambda *_: layout.saved(ex))
-    optimizer.register_load_state_dict_pre_hook(lambda _, saved: layout.loading(saved))
+    optimizer.register_load_state_dict_pre_hook(lambda _, saved: layout.loading(saved, ex))
     optimizer.register_load_state_dict_post_hook(lambda _: layout.loaded(ex))
 
 

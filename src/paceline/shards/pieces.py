@@ -32,6 +32,7 @@ from paceline.comm import NARROW
 from paceline.errors import MethodError
 from paceline.knobs import knob
 from paceline.parts import Layout
+from paceline.pipeline import Task
 from paceline.shards import elementwise, hooks, whole
 from paceline.shards.grad import SlicedGrad
 from paceline.shards.piece import Piece, take_all
@@ -58,6 +59,7 @@ class Shards(Layout):
     host_gb: float = knob(0.0, "with store=nvme: what of it stays in the host's memory", unit="GB", low=0.0)
     path: str = knob("", "with store=nvme: a folder on a local disk")
     guess: bool = knob(True, "not on the device: step a bucket as soon as its gradients are there; undone if need be")
+    late: bool = knob(False, "not on the device: a step is used one step later, and the device never waits for it")
     threads: int = knob(0, "not on the device: threads that step; 0: three quarters of the cores", low=0)
 
     def __post_init__(self) -> None:
@@ -123,7 +125,7 @@ class Shards(Layout):
         if beyond <= 0:
             return None
         if self.offload is None:
-            self.offload = Offload(b.device, guess=self.guess, threads=self.threads)
+            self.offload = Offload(b.device, guess=self.guess, late=self.late, threads=self.threads)
         beyond -= self.host_gb * 1e9
         on_disk = self.store == "nvme" and beyond > 0 and stepped_in_fp32(b.flat.dtype)
         if on_disk and self.offload.pool is None:
@@ -187,7 +189,7 @@ class Shards(Layout):
     # ------------------------------------------------------------------------------------------------ whole
 
     def collect(self, ex: Exchange) -> None:
-        self._take_back()
+        self.settle(ex)
         ex.optimizer.state = whole.state(self.pieces, ex)
         for b in ex.buckets:
             for s in b.slots:
@@ -202,26 +204,32 @@ class Shards(Layout):
         self.offload = None
 
     def settle(self, ex: Exchange) -> None:
-        self._take_back()
-
-    def _take_back(self) -> None:
-        """What was stepped ahead of the user's word was not: somebody looks at the state."""
+        """Somebody looks at the state: what was stepped ahead of the user's word was not, and what is late is made."""
         if self.offload is not None:
             self.offload.take_back()
+            self.offload.land(ex)
+            with torch.no_grad():
+                self.put_new(ex)
+
+    def put_new(self, ex: Exchange) -> None:
+        """What was stepped elsewhere becomes the parameters."""
+        for b in ex.buckets:
+            if self.offload and b.index in self.offload.new:
+                Task(self.publish(b, ex)).finish()
 
     def saving(self, ex: Exchange) -> None:
         if self.pieces:
-            self._take_back()
+            self.settle(ex)
             self._shared, ex.optimizer.state = ex.optimizer.state, whole.state(self.pieces, ex)
 
     def saved(self, ex: Exchange) -> None:
         if self.pieces:
             ex.optimizer.state, self._shared = self._shared, None
 
-    def loading(self, saved: dict[str, Any]) -> dict[str, Any]:
+    def loading(self, saved: dict[str, Any], ex: Exchange) -> dict[str, Any]:
         if not self.pieces:
             return saved
-        self._take_back()
+        self.settle(ex)
         self._coming = saved["state"]
         return {**saved, "state": {}}  # the optimizer would make it whole on every worker first
 

@@ -140,7 +140,7 @@ class Away:
         self._came: Callable[[], None] | None = None  # wait until g is here
         self._finite = lanes.vector(1, torch.float32, pin=True)  # a sum of norms, of which that can be seen
         self._job: Future[Made | None] | None = None
-        self._asked = False  # the user has, for what the job does
+        self.asked = False  # the user has, for what the job does
         self._known: Any = None  # of the parameters, as they were published
 
     @property
@@ -156,6 +156,7 @@ class Away:
     def hand(self, mean: Tensor, guess: list[Wish] | None) -> None:
         """This worker's slice of a mean leaves the device; with a guess, the host goes on with it."""
         self.take_back()
+        self.done()  # a late step reads the last one
         self.wait()
         norms = _norms([mean[piece.here] for piece in self.pieces]) or [mean.new_zeros((), dtype=torch.float32)]
         self.norm_of = dict(zip(self.pieces, norms, strict=False))
@@ -207,7 +208,7 @@ class Away:
         if made is None or made.wishes != wishes:
             self.take_back()
             self._begin(wishes, self.wait, guess=False)
-        self._asked = True
+        self.asked = True
 
     def take_theirs(self, pieces: Sequence[AwayPiece]) -> None:
         """Gradients that the user has put there himself, in place of ours. Nothing that was guessed is left."""
@@ -224,7 +225,7 @@ class Away:
     def finish(self, optimizer: Optimizer) -> Tensor:
         """... and its end: this worker's slice of the new parameters, on the device."""
         made = self._result()
-        self._job, self._asked = None, False
+        self._job, self.asked = None, False
         assert made is not None
         for wish in made.wishes:
             optimizer.state[wish.piece.param].update(step=torch.tensor(float(wish.t)), **wish.piece.moments)
@@ -240,7 +241,7 @@ class Away:
 
     def take_back(self) -> None:
         """What was stepped on a guess, and that nobody has asked for, was not."""
-        if self._job is None or self._asked:
+        if self._job is None or self.asked:
             return
         made, self._job = self._result(), None
         if made is not None:
@@ -286,10 +287,10 @@ class Away:
         self.line.crew.spread(self.vectors.n, work, then)
 
     def _send_back(self, out: Tensor, give: Callable[[Callable[[], None]], None]) -> Tensor | None:
-        try:
-            there, sent = self.lanes.back(out)
-        except torch.OutOfMemoryError:  # later, then: see `finish`
-            there, sent = None, lambda: None
+        there, sent = None, _at_once
+        if self.lanes.room():
+            with contextlib.suppress(torch.OutOfMemoryError):  # later, then: see `finish`
+                there, sent = self.lanes.back(out)
         give(sent)
         return there
 
@@ -345,3 +346,7 @@ def _runs(places: Iterable[slice]) -> Iterator[tuple[int, int]]:
 
 def _norms(tensors: list[Tensor]) -> list[Tensor]:
     return list(torch._foreach_norm(tensors, 2, torch.float32)) if tensors else []
+
+
+def _at_once() -> None:
+    pass

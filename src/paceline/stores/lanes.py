@@ -17,6 +17,7 @@ from torch import Tensor
 from paceline.stores.crew import PATIENCE_S
 
 _PAGE = mmap.PAGESIZE
+_SPARE = 16  # of the device's memory one part in so many
 
 
 class Lanes:
@@ -45,6 +46,14 @@ class Lanes:
             there = torch.empty_like(host, device=self.device)
             there.copy_(host, non_blocking=True)
             return there, self._event(self._back)
+
+    def room(self) -> bool:
+        """Is there enough left on the device for what need not be there yet? The rest is for who computes."""
+        if not self.cuda:
+            return True
+        free, total = torch.cuda.mem_get_info(self.device)
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return free + cached > total // _SPARE
 
     def arrive(self, *theres: Tensor) -> None:
         """What was sent back so far may be used by what is launched from now on."""

@@ -1,4 +1,9 @@
-"""All buckets of one optimizer that are away, and what they share: lanes, threads, a disk, and trust in a guess."""
+"""All buckets of one optimizer that are away, and what they share: lanes, threads, a disk, and trust in a guess.
+
+[Note: late] A step that is late begins when `step` is called and is waited for in the next one: the host steps while
+the device computes with parameters that are one step old (the delayed parameter update of ZeRO-Offload). Nothing is
+guessed then. Before an evaluation, a checkpoint and the end it is made.
+"""
 
 from __future__ import annotations
 
@@ -53,14 +58,15 @@ def _hows(optimizer: Optimizer) -> list[adam.Adam | None]:
 class Offload:
     """[Note: away] in away.py."""
 
-    def __init__(self, device: torch.device, *, guess: bool, threads: int) -> None:
+    def __init__(self, device: torch.device, *, guess: bool, late: bool, threads: int) -> None:
         self.lanes, crew = Lanes(device), Crew(threads)
         self.ring = Ring(self.lanes, _RING)
         self.pool: Pool | None = None  # of those on disk
         self._lines = {on_disk: Line(crew) for on_disk in (False, True)}
         self.of: dict[int, Away] = {}  # by bucket
         self.new: dict[int, Tensor] = {}  # ... its parameters after a step, until they are published
-        self.guess = self.trusts = guess
+        self.late = late  # [Note: late]
+        self.guess = self.trusts = guess and not late
         self._seen: Any = None  # the optimizer's groups, and of which of them each parameter is
         self._group_of: dict[int, int] = {}
 
@@ -113,6 +119,7 @@ class Offload:
         """The user's step, for what is stepped here. Gives the pieces that the optimizer must step itself."""
         if self.pool is not None:
             check_for_disk(ex.method.layout.name, ex.optimizer)
+        self.land(ex)
         self._follow()
         scales, skip = self._scales(), _found_inf(ex.optimizer)
         self.trusts = self.guess and all(scale == 1.0 for scale in scales.values())
@@ -156,7 +163,7 @@ class Offload:
 
     def wait(self) -> None:
         """A disk may fail. What cannot be undone is done only when it has not."""
-        if self.pool is not None:
+        if self.pool is not None and not self.late:
             for away in self.of.values():
                 away.done()
 
@@ -164,7 +171,16 @@ class Offload:
         """The optimizer has stepped what it was left with."""
         by_itself = {id(piece.away) for piece in left}
         for index, away in self.of.items():
-            self.new[index] = away.stepped() if id(away) in by_itself else away.finish(ex.optimizer)
+            if id(away) in by_itself:
+                self.new[index] = away.stepped()
+            elif not self.late:
+                self.new[index] = away.finish(ex.optimizer)
+
+    def land(self, ex: Exchange) -> None:
+        """A step that is late has been made."""
+        for index, away in self.of.items():
+            if away.asked:
+                self.new[index] = away.finish(ex.optimizer)
 
     def take_back(self) -> None:
         """Before somebody looks at the state."""
