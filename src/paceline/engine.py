@@ -110,7 +110,6 @@ class Engine:
             if self._weighs:
                 self._hooks += self.weigh(b)
             self.method.layout.own(b, self.ex)
-        self.method.layout.ready(self.ex)
         self._trainable = trainable
 
     def recut(self, bucket_bytes: int) -> None:

@@ -207,9 +207,6 @@ class Layout(Part):
     def own(self, b: Bucket, ex: Exchange) -> None:
         """A bucket was cut: take what of its parameters and of their state is this worker's."""
 
-    def ready(self, ex: Exchange) -> None:
-        """Every bucket was cut."""
-
     async def keep(self, b: Bucket, ex: Exchange) -> None:
         """Turn a bucket of local gradients into the agreed mean, or into this worker's slice of it."""
         raise NotImplementedError

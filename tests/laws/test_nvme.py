@@ -157,7 +157,7 @@ def test_what_is_stepped_first_goes_farthest(tmp_path, capsys):
 
     last = 12 * sum(p.numel() for p in layers()[:3].parameters()) / 1e9
     middle = 12 * 3 * 72 / 1e9
-    [places] = trained(1, batches=[], end=end, store="nvme", path=str(tmp_path), device_gb=last, host_gb=middle)
+    [places] = trained(1, batches=data(1), end=end, store="nvme", path=str(tmp_path), device_gb=last, host_gb=middle)
     assert places == ["OnDisk"] * 6 + ["InMemory"] * 3 + ["device"] * 2
     assert (
         f"0.0 MB on the device, 0.0 MB in memory, 0.0 MB in {tmp_path} (2.5 GB/s out, 3.4 in)"
@@ -176,6 +176,7 @@ def test_few_buffers_take_turns_and_every_bucket_is_read_once_a_step(tmp_path):
 
     def begin(one):
         its, read = pool(one), pool(one).disk.read
+        its.start()
         still(its)
 
         def counted(at, into):

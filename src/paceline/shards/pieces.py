@@ -132,13 +132,6 @@ class Shards(Layout):
             self.offload.open_disk(Path(self.path), beyond, ex.rank)
         return self.offload.add(b, on_disk=on_disk)
 
-    def ready(self, ex: Exchange) -> None:
-        if self.store != "device" and ex.rank == 0 and not self._told:
-            placing.tell(ex, self.offload.of if self.offload else {}, self.path)
-            self._told = True
-        if self.offload is not None:
-            self.offload.ready()
-
     def source(self, b: Bucket, ex: Exchange) -> Tensor | None:
         """A vector of its own for this worker's slice of the parameters, where they are not whole on every worker."""
         return None
@@ -156,6 +149,9 @@ class Shards(Layout):
 
     def hand(self, b: Bucket, ex: Exchange) -> None:
         """What is kept goes to where it will be stepped."""
+        if self.store != "device" and ex.rank == 0 and not self._told:  # all buckets are cut by now
+            placing.tell(ex, self.offload.of if self.offload else {}, self.path)
+            self._told = True
         if self.offload is not None:
             self.offload.bring(b)
             self.offload.hand(b, ex)

@@ -116,10 +116,11 @@ class Pool:
             return self.all[-1]
 
     def start(self) -> None:
-        """All buckets are known."""
-        with self._news:
-            self._ahead, self._last = True, len(self.all) - 1
-            self._read_next()
+        """All buckets are known, and the first is needed next."""
+        if not self._ahead:
+            with self._news:
+                self._ahead, self._last = True, len(self.all) - 1
+                self._read_next()
 
     def close(self) -> None:
         """Nothing is read ahead any more, and the space is given back."""

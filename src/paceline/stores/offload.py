@@ -84,17 +84,14 @@ class Offload:
         """For those that are not to be in memory: about `size` bytes, with the worker's number in the file's name."""
         self.pool = Pool(Disk(folder, int(size), name=f"paceline-{rank}"), self.lanes)
 
-    def ready(self) -> None:
-        """Every bucket is known."""
-        if self.pool is not None:
-            self.pool.start()
-
     def close(self) -> None:
         if self.pool is not None:
             self.pool.close()
 
     def hand(self, b: Bucket, ex: Exchange) -> None:
         """What is kept of a mean leaves the device, unless something is still to become of it there."""
+        if self.pool is not None:
+            self.pool.start()
         if b.index in self.of and b.aside is None and ex.loss_scale() is None:
             away = self.of[b.index]
             sure = all(piece.slot.arrived for piece in away.pieces)
