@@ -171,7 +171,7 @@ def test_what_is_stepped_first_goes_farthest(tmp_path, capsys):
 # ------------------------------------------------------------------------------------------------ turns
 
 
-def test_few_buffers_take_turns_and_every_bucket_is_read_once_a_step(tmp_path):
+def test_few_buffers_take_turns_and_no_bucket_is_read_twice_a_step(tmp_path):
     steps, most, reads = 6, [0], [0]
 
     def begin(one):
@@ -193,7 +193,8 @@ def test_few_buffers_take_turns_and_every_bucket_is_read_once_a_step(tmp_path):
     [places] = trained(1, batches=data(steps), begin=begin, end=end, store="nvme", path=str(tmp_path))
     assert places == [Place.HERE] * BUFFERS + [Place.AWAY] * (BUCKETS - BUFFERS), "the next step's first are not there"
     assert most[0] == BUFFERS
-    assert reads[0] == BUCKETS * steps
+    # One that is still there when its turn comes again is not read: who is first, the disk or the step, is chance.
+    assert (BUCKETS - BUFFERS) * steps <= reads[0] <= BUCKETS * steps
 
 
 def test_pieces_have_elements_only_while_they_are_at_hand(tmp_path):
