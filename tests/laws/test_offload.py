@@ -274,3 +274,19 @@ def test_a_late_step_is_saved_with_the_rest():
         "zero2", {"store": "cpu", "late": True}, end=lambda one: (one.engine.settle(), weights(one.model))[1]
     )
     assert torch.equal(got, settled)
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2"])
+def test_what_is_written_into_a_parameter_outlives_a_step_that_was_late(stage):
+    def end(one):
+        with torch.no_grad():
+            for p in one.model.parameters():
+                p.zero_()
+        plain(one, *one.take(*data(1, seed=9)[0]))
+        late = weights(one.model)
+        one.engine.settle()
+        return late, weights(one.model)
+
+    late, settled = trained(stage, {"store": "cpu", "late": True}, end=end)
+    assert not late.any()
+    assert 0 < settled.abs().max() < 0.1

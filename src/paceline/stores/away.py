@@ -237,7 +237,7 @@ class Away:
     def stepped(self) -> Tensor:
         """This worker's slice of the parameters as their masters are, on the device."""
         with self.vectors.at_hand(changed=False) as now:
-            return now.p.to(self.g.dtype).to(self.bucket.device)
+            return now.p.to(self.g.dtype, copy=True).to(self.bucket.device)
 
     def take_back(self) -> None:
         """What was stepped on a guess, and that nobody has asked for, was not."""

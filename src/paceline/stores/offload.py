@@ -146,9 +146,11 @@ class Offload:
         if aways:
             changes = [away.changes() for away in aways]
             found = torch.cat(changes).cpu().split([len(x) for x in changes])  # the device is asked once
-            for away, mine in zip(aways, found, strict=True):
+            for (index, away), mine in zip(self.of.items(), found, strict=True):
                 if mine.any():
                     away.follow()
+                    if index in self.new:  # late, and from before
+                        self.new[index] = away.stepped()
 
     def _scales(self) -> dict[AwayPiece, float]:
         """By what each gradient is to be multiplied: the device is asked once."""
