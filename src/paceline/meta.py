@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from paceline.bucket import memory
 from paceline.checkpoint.holdings import Owned
 from paceline.errors import UsageError
+from paceline.shards.loans import UNFILLED
 
 _MOST = 10  # names that are listed
 
@@ -92,6 +93,7 @@ class Blank:
                 new = nn.Parameter(_unknown(p, (), device).expand(p.shape), requires_grad=p.requires_grad)
                 vars(new).update(vars(p))
                 torch.utils.swap_tensors(p, new)  # p stays the object that optimizers and other modules know
+                setattr(p, UNFILLED, True)
                 self.ids.add(id(p))
         for name, b in module.named_buffers(recurse=False):
             if b.is_meta:
@@ -121,6 +123,7 @@ class Blank:
                     do="let it write all of the module's own parameters and buffers",
                 )
         for key, p in mine.items():
+            vars(p).pop(UNFILLED, None)
             if key in filled:
                 p.data = before[key]
             elif key in owned.lent:
@@ -132,6 +135,7 @@ class Blank:
     def make_room(self, owned: Owned) -> None:
         """Memory without values for what stays whole: a file has them."""
         for p in (p for unit in self.units for m in unit.modules for p in m.parameters(recurse=False)):
+            vars(p).pop(UNFILLED, None)
             if id(p) in self.ids and id(p) not in owned.lent:
                 p.data = _unknown(p, p.shape, p.device)
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 _STAMPS = 251  # whole numbers that are exact in any floating-point format
 _LONGEST = 10_000
+UNFILLED = "_unfilled"  # a mark on a parameter that has no values yet (meta.py), which looks as one that is lent
 _FROZEN_BYTES = 4 << 20  # of frozen parameters to a bucket
 
 
@@ -248,7 +249,7 @@ def _away(p: Tensor) -> bool:
 
 
 def _check_here(slot: Slot) -> None:
-    if _away(slot.param):
+    if _away(slot.param) and not hasattr(slot.param, UNFILLED):
         raise UsageError(
             f"the parameter {slot.name} was frozen when another optimizer was prepared, and has been shared out",
             why="that optimizer's layout lends it to the modules",
