@@ -112,8 +112,13 @@ def pool(one) -> Pool:
 
 def still(pool) -> None:
     """Nothing is on its way any more."""
+
+    def moving():
+        with pool._news:
+            return any(x.place in (Place.COMING, Place.GOING) for x in pool.all)
+
     deadline = time.monotonic() + 10
-    while any(x.place in (Place.COMING, Place.GOING) for x in pool.all):
+    while moving():
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
@@ -139,6 +144,7 @@ def test_whatever_else_a_loop_does(tmp_path, step):
     how = {"step": step, "batches": data(8)}
     want = same(trained(2, store="cpu", **how))
     assert torch.equal(same(trained(2, store="nvme", path=str(tmp_path), **how)), want)
+    torch.testing.assert_close(want, same(trained(2, "replicated", **how)), rtol=1e-5, atol=1e-5)
 
 
 def test_16_bit_parameters(tmp_path):
@@ -365,7 +371,7 @@ def test_a_disk_that_fails_is_named_and_nothing_committed_is_lost(tmp_path, harm
         still(pool(one))
         if one.comm.rank == world - 1:
             harm(pool(one).disk._file)
-        for _ in range(3):  # what is not written in a step is missed in the next
+        for _ in range(3 if harm is full else 1):  # what is not written in a step is missed in the next
             before = weights(one.model)
             try:
                 plain(one, x, y)
@@ -392,7 +398,7 @@ def test_a_part_on_the_device_does_not_step_without_the_rest(tmp_path):
         return torch.equal(weights(one.model), before)
 
     half = 12 * sum(p.numel() for p in layers()[:9].parameters()) / 1e9
-    assert trained(1, batches=data(2), end=end, store="nvme", path=str(tmp_path), device_gb=half) == [True]
+    assert trained(1, batches=data(2), end=end, store="nvme", path=str(tmp_path), device_gb=half, guess=False) == [True]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
@@ -430,7 +436,8 @@ def test_a_script_ends_with_the_error(tmp_path):
         [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
     )
     assert ended.returncode != 0
-    assert f"StoreError: {tmp_path}/paceline-0-" in ended.stderr
+    assert "StoreError: " in ended.stderr
+    assert f"{tmp_path}/paceline-0-" in ended.stderr
     assert f"0.4 MB in {tmp_path} (" in ended.stderr
     assert not [*tmp_path.iterdir()]
 
