@@ -141,10 +141,10 @@ class Shards(Layout):
 
     async def keep_slice(self, b: Bucket, ex: Exchange) -> None:
         """Of the mean this worker's slice stays, and the bucket's memory is given back."""
-        b.kept = await ex.mine(b, b.flat)
+        b.kept = mine = await ex.mine(b, b.flat)
         self.hand(b, ex)
-        if self.offload is None or b.index not in self.offload.of or not self.offload.of[b.index].handed:
-            b.kept = b.kept.clone()
+        if b.kept is mine:  # it has not left
+            b.kept = mine.clone()
         b.free()
 
     def hand(self, b: Bucket, ex: Exchange) -> None:

@@ -35,7 +35,7 @@ from paceline.bucket import Bucket, Slot
 from paceline.kernels import adam
 from paceline.shards.piece import Piece
 from paceline.stores import crew
-from paceline.stores.lanes import Lanes, Ring
+from paceline.stores.lanes import Lanes, Ring, at_once
 from paceline.stores.vectors import Triple, Vectors
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -287,7 +287,7 @@ class Away:
         self.line.crew.spread(self.vectors.n, work, then)
 
     def _send_back(self, out: Tensor, give: Callable[[Callable[[], None]], None]) -> Tensor | None:
-        there, sent = None, _at_once
+        there, sent = None, at_once
         if self.lanes.room():
             with contextlib.suppress(torch.OutOfMemoryError):  # later, then: see `finish`
                 there, sent = self.lanes.back(out)
@@ -346,7 +346,3 @@ def _runs(places: Iterable[slice]) -> Iterator[tuple[int, int]]:
 
 def _norms(tensors: list[Tensor]) -> list[Tensor]:
     return list(torch._foreach_norm(tensors, 2, torch.float32)) if tensors else []
-
-
-def _at_once() -> None:
-    pass

@@ -41,7 +41,7 @@ class Lanes:
     def back(self, host: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """A copy on the device, and a wait until `host` may be written again. The copy is for `arrive`."""
         if not self.cuda:
-            return host.clone(), _at_once
+            return host.clone(), at_once
         with torch.cuda.stream(self._back):
             there = torch.empty_like(host, device=self.device)
             there.copy_(host, non_blocking=True)
@@ -74,7 +74,7 @@ class Lanes:
 
     def _event(self, stream: torch.cuda.Stream | None) -> Callable[[], None]:
         if stream is None:
-            return _at_once
+            return at_once
         event = torch.cuda.Event(blocking=True)  # who waits for it must not take a core from who steps
         event.record(stream)
         return event.synchronize
@@ -108,8 +108,8 @@ class _Memory(mmap.mmap):
             torch.cuda.cudart().cudaHostUnregister(self.at)
 
 
-def _at_once() -> None:
-    pass
+def at_once() -> None:
+    """A wait for what is there."""
 
 
 class Ring:
@@ -119,7 +119,7 @@ class Ring:
         self._lanes = lanes
         self._free: SimpleQueue[tuple[Tensor, Callable[[], None]]] = SimpleQueue()
         for _ in range(count):
-            self._free.put((torch.empty(0, dtype=torch.uint8), _at_once))
+            self._free.put((torch.empty(0, dtype=torch.uint8), at_once))
 
     def take(self, n: int, dtype: torch.dtype) -> tuple[Tensor, Callable[[Callable[[], None]], None]]:
         """A vector, and how to give it back: with a wait, before which it must not be written again."""
