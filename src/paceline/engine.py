@@ -215,6 +215,7 @@ class Engine:
         while self._coming:
             self._next()
         self._send(Event.END)
+        self.pipeline.rearrange(self.method.order.urgency)
         if not early:
             self.poll.call(self.buckets)
             self._share_buffers()

@@ -245,18 +245,19 @@ class Order(Part):
     crosses: ClassVar[bool] = False  # `step` does not wait for the means: each is applied when it has landed
 
     def next(self, ready: Sequence[Bucket], sent: Sequence[Bucket], event: Event) -> Sequence[Bucket]:
-        """Which of those ready and not yet sent start now, in this order. A pure function of its arguments, and of what
-        it was told with `hear`.
-        """
+        """Which of those ready start now, in this order: a pure function of this and of what was told with `hear`."""
         raise NotImplementedError
+
+    def urgency(self, b: Bucket) -> int:
+        """After backward: of what is under way, which goes on first? The smallest, and of equals the oldest."""
+        return 0
 
     def piece_bytes(self) -> int | None:
         """The most that may travel at once, where the reducer lets a bucket be cut."""
         return None
 
     def hear(self, backlog: float) -> None:
-        """After a backward that crosses: the bytes that had been sent by its end and had not landed, the mean over the
-        workers."""
+        """After a backward that crosses: the bytes that were sent and had not landed, the mean over the workers."""
 
 
 @dataclass(kw_only=True)

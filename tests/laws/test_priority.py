@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
+import types
 import warnings
 
 import pytest
@@ -351,6 +353,39 @@ def test_the_forward_waits_layer_by_layer():
 
     threads.run(2, work)
     assert seen == [[False] * 3] * 3 + [[True, False, False], [True, True, False], [True, True, True]]
+
+
+def test_a_second_round_goes_by_urgency_too():
+    """What is needed first leaves last, at the end of backward. Its second message overtakes those of all others."""
+    layers = built(lambda: nn.Sequential(*(nn.Linear(n, m, bias=False) for n, m in ((6, 16), (16, 16), (16, 3)))))
+    rounds = []
+
+    def work(comm):
+        model = layers()
+        opt = sgd(model)
+        one = Rig(comm, model, opt, spec="priority+int8", knobs={"credit": 100.0})
+        grad = one.engine.ex.grad
+
+        @types.coroutine
+        def watched(b):
+            coroutine = grad(b)
+            with contextlib.suppress(StopIteration):
+                while True:
+                    handle = coroutine.send(None)
+                    rounds.append(b.index)
+                    yield handle
+
+        if comm.rank == 0:
+            one.engine.ex.grad = watched
+        for x, y in data(2):
+            x, y = one.take(x, y)
+            cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+        model.state_dict()
+
+    threads.run(2, work)
+    assert rounds == [0, 1, 2, 2, 1, 0] * 2
 
 
 def test_foreign_optimizers_keep_the_barrier():

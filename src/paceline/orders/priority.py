@@ -62,7 +62,7 @@ class Priority(Order):
         return int(self.partition * _MB)
 
     def next(self, ready: Sequence[Bucket], sent: Sequence[Bucket], event: Event) -> Sequence[Bucket]:
-        urgent = sorted(ready, key=lambda b: -b.whole.index)  # stable: the pieces of a bucket stay in order
+        urgent = sorted(ready, key=lambda b: self.urgency(b.whole))  # stable: the pieces of a bucket stay in order
         out = sum(b.flat.nbytes for b in sent)
         self._made, self._pieces = out + sum(b.flat.nbytes for b in ready), len(sent) + len(ready)
         if event is Event.END:
@@ -70,6 +70,9 @@ class Priority(Order):
         limit = self.pace * self._made + self._credit_bytes()
         after = accumulate((b.flat.nbytes for b in urgent), initial=out)
         return [b for b, before in zip(urgent, after, strict=False) if before < limit]
+
+    def urgency(self, b: Bucket) -> int:
+        return -b.index
 
     def hear(self, backlog: float) -> None:
         if self._made:
