@@ -18,6 +18,8 @@ syncs    whole runs of the methods that agree less often or not all together (an
 final    how good the model is at the end of a run over which the learning rate falls to zero, as it does where training
          is finished and not only timed: for exact, for the reducers and syncs that were fastest. text is trained for
          longer than to its target, where it is still learning fast.
+within   the same, with as many steps as fit into the seconds that the goal allows on a slow link: whoever sends less
+         learns less in a step, and may make more of them.
 
 Seconds to the target are steps × step time, and said to be so; those of `syncs` are measured whole. A
 method that sends more in its first steps than later (dgc, onebit_adam) is given the time of the bytes it really sent.
@@ -67,6 +69,7 @@ TUNED: dict[str, tuple[str, dict[str, Any]]] = {
     "powersgd rank=8 bf16": ("powersgd", {"rank": 8, "wire": "bf16", "bucket_mb": 16}),
     "topk ratio=0.1": ("topk", {"ratio": 0.1}),
     "qsgd bits=8": ("qsgd", {"bits": 8}),
+    "powersgd priority": ("powersgd+priority", {"rank": 8, "wire": "bf16"}),
 }
 # Methods with another sync, by the name they have in `syncs`.
 SYNCS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -97,6 +100,11 @@ FINAL = (
     *("exact", "powersgd rank=8", "powersgd bf16", "powersgd rank=8 bf16", "qsgd"),
     *(f"local_sgd powersgd{h}" for h in ("", " H=4", " H=3")),
 )
+# What we would use on a slow link, by task: with two workers, with four.
+OURS = {
+    "fashion": {2: "local_sgd powersgd H=4", 4: "local_sgd powersgd H=3"},
+    "text": {2: "powersgd priority", 4: "powersgd priority"},
+}
 SLOW = "one slow worker"  # a condition of `syncs`, in the place of a link
 CONDITIONS = ("unlimited", "100mbit", "10mbit", SLOW)
 
@@ -237,14 +245,15 @@ def train_whole(task: str, name: str, workers: int, condition: str, seed: int, l
     }
 
 
-def train_out(task: str, name: str, workers: int, seed: int) -> Cell:
-    """A run with a falling learning rate, evaluated at its end."""
-    steps = str(TASKS[task].trained)
+def train_out(task: str, name: str, workers: int, seed: int, times: float = 1.0) -> Cell:
+    """A run with a falling learning rate, evaluated at its end. times: more steps than exact makes."""
+    steps = str(round(times * TASKS[task].trained))
     extra = ["--falling", "--eval-every", steps, "--steps", steps, *bucket(LINKS[-1])]
     one = contender(task, name, seed=seed, extra=extra)
     race([one], Rules(steps=2 * int(steps), warmup=0, turn=2 * int(steps)), workers, "unlimited")
     curve = score.progress(one.entry(workers).events, "accuracy")
-    return {"last": round(curve[-1].value, 4) if curve else None, "error": refusal(one.error) if one.error else None}
+    last = round(curve[-1].value, 4) if curve else None
+    return {"last": last, "steps": int(steps), "error": refusal(one.error) if one.error else None}
 
 
 def time_steps(task: str, names: Sequence[str], workers: int, link: str) -> Iterator[tuple[str, Cell]]:
@@ -283,7 +292,7 @@ class Book:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.cells: dict[str, list[Cell]] = {"steps": [], "time": [], "syncs": [], "final": []}
+        self.cells: dict[str, list[Cell]] = {"steps": [], "time": [], "syncs": [], "final": [], "within": []}
         if path.exists():
             known = json.loads(path.read_text())
             self.cells |= {part: known[part] for part in self.cells if part in known}
@@ -327,6 +336,7 @@ class Book:
             "summary": list(summary(self)),
             "syncs_summary": list(syncs_summary(self)),
             "final_summary": list(final_summary(self)),
+            "within_summary": list(within_summary(self)),
         }
         files.write(self.path, json.dumps(whole, indent=1) + "\n")
 
@@ -480,6 +490,31 @@ def final_summary(book: Book) -> Iterator[Cell]:
                 yield {**where, "last": _rounded(statistics.mean(last)), "spread": [min(last), max(last)]}
 
 
+def times_the_steps(book: Book, task: str, name: str, workers: int, link: str) -> float | None:
+    """How many of its steps on this link fit into the seconds that the goal allows for one of exact's on a free one."""
+
+    def step_s(name: str, condition: str) -> float | None:
+        ran = book.find("syncs", task=task, workers=workers, method=name, condition=condition)
+        took = [c["ran_seconds"] for c in ran if c.get("ran_seconds")]
+        return statistics.mean(took) / TASKS[task].whole if took else None
+
+    free, here = step_s("exact", "unlimited"), step_s(name, link)
+    return GOALS[link] * free / here if free and here else None
+
+
+def within_summary(book: Book) -> Iterator[Cell]:
+    """Means over the seeds, beside exact's."""
+    keys = ("task", "workers", "link", "method")
+    for key in dict.fromkeys(tuple(c[k] for k in keys) for c in book.cells["within"]):
+        where = dict(zip(keys, key, strict=True))
+        last, steps = ([c[k] for c in book.find("within", **where) if c["last"]] for k in ("last", "steps"))
+        exact = [c["last"] for c in book.find("final", task=key[0], workers=key[1], method="exact") if c["last"]]
+        if last and exact:
+            gap = statistics.mean(last) - statistics.mean(exact)
+            found = {"steps": steps[0], "last": _rounded(statistics.mean(last)), "spread": [min(last), max(last)]}
+            yield {**where, "seeds": len(last), **found, "over_exact": _rounded(gap)}
+
+
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
 
@@ -544,6 +579,14 @@ def final_table(book: Book) -> Iterator[str]:
             low, high = row["spread"]
             yield f"{row['method']:26s}{row['last']:9.4f}  {low:.4f} to {high:.4f}, {row['seeds']} seeds"
         yield ""
+
+
+def within_table(book: Book) -> Iterator[str]:
+    """Fits 80 columns."""
+    yield "accuracy at the end, in the seconds that the goal allows; over exact in its own"
+    for row in within_summary(book):
+        where = f"{row['task']:8s}{row['workers']:2d}{row['link']:>9s} {row['method']:24s}"
+        yield f"{where}{row['steps']:5d} steps{row['last']:8.4f}{row['over_exact']:+9.4f}, {row['seeds']} seeds"
 
 
 def plot(book: Book, folder: Path) -> None:
@@ -629,11 +672,22 @@ def fill_final(book: Book, task: str, workers: int, seeds: Sequence[int], chosen
             book.add("final", key, train_out(task, name, workers, seed))
 
 
+def fill_within(book: Book, task: str, workers: int, links: Sequence[str], seeds: Sequence[int]) -> None:
+    name = OURS[task][workers]
+    for link, seed in itertools.product((link for link in links if link in GOALS), seeds):
+        key = {"task": task, "method": name, "workers": workers, "link": link, "seed": seed}
+        times = times_the_steps(book, task, name, workers, link)
+        if times and not book.known("within", **key):
+            book.add("within", key, train_out(task, name, workers, seed, times))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the JSON file; what is in it is not measured again")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="draw what is known as SVG into this folder")
-    parser.add_argument("--parts", default="steps,time,syncs,final", help="none: only print and draw what is known")
+    parser.add_argument(
+        "--parts", default="steps,time,syncs,final,within", help="none: only print and draw what is known"
+    )
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--workers", default="2,4")
     parser.add_argument("--links", default=",".join(LINKS))
@@ -657,13 +711,15 @@ def main() -> None:
             fill_syncs(book, task, workers, args.conditions.split(","), seeds, named, args.limit)
         if part == "final":
             fill_final(book, task, workers, seeds, args.methods.split(",") if args.methods else FINAL)
+        if part == "within":
+            fill_within(book, task, workers, links, seeds)
         for link in links:
             if part == "time":
                 fill_time(book, task, workers, link, chosen)
     book.write()
     for task, workers in itertools.product(tasks, [int(w) for w in args.workers.split(",")]):
         print(*table(book, task, workers), "", sep="\n")
-    print(*conclusion(book), "", *syncs_table(book), *final_table(book), sep="\n")
+    print(*conclusion(book), "", *syncs_table(book), *final_table(book), *within_table(book), sep="\n")
     if args.plot:
         plot(book, args.plot)
 
