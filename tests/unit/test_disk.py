@@ -31,7 +31,7 @@ def folder(request, tmp_path):
 
 
 def data(nbytes: int, seed: int = 0) -> torch.Tensor:
-    return aligned(nbytes, pin=False).random_(generator=torch.Generator().manual_seed(seed))
+    return aligned(nbytes).random_(generator=torch.Generator().manual_seed(seed))
 
 
 def written(disk: Disk, nbytes: int = 2 * PAGE, at: int = 0) -> torch.Tensor:
@@ -42,7 +42,7 @@ def written(disk: Disk, nbytes: int = 2 * PAGE, at: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, 3 * MIB + 5])
 def test_aligned_memory(nbytes):
-    x = aligned(nbytes, pin=False)
+    x = aligned(nbytes)
     assert x.data_ptr() % PAGE == 0
     assert x.numel() == padded(nbytes) >= nbytes
     assert padded(nbytes) - nbytes < PAGE
@@ -54,7 +54,7 @@ def test_what_was_written_comes_back(folder, nbytes):
     with Disk(folder, 5 * nbytes, in_flight=2) as disk:
         for done in [disk.write(i * nbytes, x) for i, x in enumerate(stretches)]:
             done.result()
-        back = [aligned(nbytes, pin=False) for _ in stretches]
+        back = [aligned(nbytes) for _ in stretches]
         for done in [disk.read(i * nbytes, x) for i, x in reversed(list(enumerate(back)))]:
             done.result()
         written(disk, nbytes, at=nbytes)  # the second time, the second checksum
@@ -67,7 +67,7 @@ def test_any_type_of_number(tmp_path):
     x = data(PAGE).view(torch.bfloat16)
     with Disk(tmp_path, PAGE) as disk:
         disk.write(0, x).result()
-        back = aligned(PAGE, pin=False).view(torch.float32)
+        back = aligned(PAGE).view(torch.float32)
         disk.read(0, back).result()
     assert torch.equal(back.view(torch.int32), x.view(torch.int32))
 
@@ -75,7 +75,7 @@ def test_any_type_of_number(tmp_path):
 def test_it_goes_past_the_page_cache_where_the_file_system_can(tmp_path):
     try:
         fd = os.open(tmp_path / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
-        os.preadv(fd, [aligned(PAGE, pin=False).numpy().data], 0)
+        os.preadv(fd, [aligned(PAGE).numpy().data], 0)
         os.close(fd)
     except OSError as error:
         pytest.skip(f"this file system has no O_DIRECT: {error}")
@@ -94,7 +94,7 @@ def test_it_goes_through_the_page_cache_where_it_must(tmp_path, monkeypatch, ref
     with disk:
         assert not disk.direct
         x = written(disk)
-        back = aligned(2 * PAGE, pin=False)
+        back = aligned(2 * PAGE)
         disk.read(0, back).result()
     assert torch.equal(x, back)
 
@@ -119,7 +119,7 @@ def test_parts_are_continued(tmp_path, monkeypatch):
         monkeypatch.setattr(os, name, partly(getattr(os, name)))
     with Disk(tmp_path, MIB) as disk:
         x = written(disk, 20 * PAGE)
-        back = aligned(20 * PAGE, pin=False)
+        back = aligned(20 * PAGE)
         disk.read(0, back).result()
     assert torch.equal(x, back)
 
@@ -130,7 +130,7 @@ def test_nothing_is_left_behind(tmp_path):
     disk.close()
     disk.close()
     with pytest.raises(UsageError, match="after it was closed"):
-        disk.read(0, aligned(PAGE, pin=False))
+        disk.read(0, aligned(PAGE))
 
 
 def test_the_checksum_sees_every_bit_and_every_page():
@@ -151,7 +151,7 @@ def test_a_flipped_bit_is_named(folder):
     written(disk, 3 * PIECE)
     fd, at = disk._file._plain, PIECE + 12345
     os.pwrite(fd, bytes([os.pread(fd, 1, at)[0] ^ 16]), at)
-    for call in (disk.read(0, aligned(3 * PIECE, pin=False)).result, disk.close):
+    for call in (disk.read(0, aligned(3 * PIECE)).result, disk.close):
         with pytest.raises(StoreError, match=rf"the {PIECE} bytes at {PIECE} of .*/paceline-.*\.state are not those"):
             call()
 
@@ -160,7 +160,7 @@ def test_a_file_cut_short_is_named(folder):
     disk = Disk(folder, MIB)
     written(disk)
     os.ftruncate(disk._file._plain, PAGE)
-    for call in (disk.read(0, aligned(2 * PAGE, pin=False)).result, disk.close):
+    for call in (disk.read(0, aligned(2 * PAGE)).result, disk.close):
         with pytest.raises(StoreError, match=rf"\.state ends at {PAGE}, before {2 * PAGE}"):
             call()
 
@@ -174,7 +174,7 @@ def test_a_failing_disk_is_heard_of_at_the_next_call_and_at_the_end(tmp_path, mo
     lost = disk.write(0, data(PAGE))
     assert isinstance(lost.exception(10), StoreError)
     monkeypatch.undo()
-    for call in (lambda: disk.write(0, data(PAGE)), lambda: disk.read(0, aligned(PAGE, pin=False)), disk.close):
+    for call in (lambda: disk.write(0, data(PAGE)), lambda: disk.read(0, aligned(PAGE)), disk.close):
         with pytest.raises(StoreError, match=f"writing {PAGE} bytes at 0 of .* failed") as raised:
             call()
         assert "Input/output error" in raised.value.why
@@ -212,7 +212,7 @@ def test_a_disk_that_hangs_does_not_hang_us(tmp_path, monkeypatch):
 def test_what_was_not_written_cannot_be_read(tmp_path, at, n, said):
     disk = Disk(tmp_path, MIB)
     written(disk, 2 * PAGE)
-    for call in (disk.read(at, aligned(n, pin=False)).result, disk.close):
+    for call in (disk.read(at, aligned(n)).result, disk.close):
         with pytest.raises(StoreError, match=said):
             call()
 

@@ -222,7 +222,7 @@ class Speed(NamedTuple):
 def speed(folder: Path) -> Speed:
     """What the disk under this folder does: measured with a small file, in less than a second."""
     with Disk(folder, _PROBE, in_flight=4) as disk:
-        x = aligned(PIECE, pin=False).random_()  # some disks are faster with zeros
+        x = aligned(PIECE).random_()  # some disks are faster with zeros
         write, written = _rate(disk.write, x, _PROBE, disk._file.flush)
         read, _ = _rate(disk.read, x, written, lambda: None)  # all into one place, where all say the same
     return Speed(read=read, write=write)

@@ -28,11 +28,9 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-def aligned(nbytes: int, pin: bool) -> Tensor:
-    """At least nbytes, in whole pages that begin at a page. pin: so that a GPU copies from and to it by itself."""
+def aligned(nbytes: int) -> Tensor:
+    """At least nbytes, in whole pages that begin at a page."""
     n = padded(nbytes)
-    if pin:  # begins at a page as it is, and the allocator doubles what is a little more than a power of two
-        return torch.empty(n, dtype=torch.uint8, pin_memory=True)
     room = torch.empty(n + PAGE, dtype=torch.uint8)
     return room[-room.data_ptr() % PAGE :][:n]
 
@@ -129,7 +127,7 @@ def _open_direct(name: str) -> int | None:
     except OSError:
         return None
     try:
-        os.preadv(fd, [aligned(PAGE, pin=False).numpy().data], 0)
+        os.preadv(fd, [aligned(PAGE).numpy().data], 0)
     except OSError:
         os.close(fd)
         return None
