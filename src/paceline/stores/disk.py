@@ -31,6 +31,7 @@ __all__ = ["PAGE", "PIECE", "Disk", "Speed", "Transfer", "aligned", "late", "pad
 PIECE = 4 << 20  # bytes; larger ones are not faster
 _PROBE, _PROBE_S = 64 * PIECE, 0.3  # `speed` stops at the first of these two
 _Move = Callable[[int, memoryview], None]
+Then = Callable[[Future[None]], None]
 
 
 def checksum(view: memoryview) -> int:
@@ -42,10 +43,12 @@ def checksum(view: memoryview) -> int:
 class Transfer(Future[None]):
     """A stretch on its way. `result()` waits for it, and not for ever."""
 
-    def __init__(self, what: str, pieces: int, deadline_s: float) -> None:
+    def __init__(self, what: str, pieces: int, deadline_s: float, then: Then | None) -> None:
         super().__init__()
         self.what, self.left, self._deadline_s = what, pieces, deadline_s
         self.set_running_or_notify_cancel()  # what the kernel has cannot be called back
+        if then is not None:
+            self.add_done_callback(then)
 
     def result(self, timeout: float | None = None) -> None:
         limit = self._deadline_s if timeout is None else timeout
@@ -108,13 +111,15 @@ class Disk:
             self._file.grow(self._reserved)
         return at
 
-    def read(self, at: int, into: Tensor) -> Transfer:
-        """What was written at this offset, into a CPU tensor that is not to be looked at before the result."""
-        return self._move("reading", at, into, self._read)
+    def read(self, at: int, into: Tensor, then: Then | None = None) -> Transfer:
+        """What was written at this offset, into a CPU tensor that is not to be looked at before the result. `then` is
+        called at the end, by a thread of the disk and never by the caller's: he may hold a lock that it needs.
+        """
+        return self._move("reading", at, into, self._read, then)
 
-    def write(self, at: int, x: Tensor) -> Transfer:
+    def write(self, at: int, x: Tensor, then: Then | None = None) -> Transfer:
         """x to this offset. Until the result it must stay as it is, and nobody can read it back."""
-        return self._move("writing", at, x, self._write)
+        return self._move("writing", at, x, self._write, then)
 
     def close(self) -> None:
         """Wait for what is under way and give the space back. A failure nobody has heard of is raised here."""
@@ -138,7 +143,7 @@ class Disk:
         with contextlib.suppress(StoreError) if kind else contextlib.nullcontext():  # the first error is the cause
             self.close()
 
-    def _move(self, doing: str, at: int, x: Tensor, move: _Move) -> Transfer:
+    def _move(self, doing: str, at: int, x: Tensor, move: _Move, then: Then | None) -> Transfer:
         n = x.numel() * x.element_size()
         what = f"{doing} {n} bytes at {at} of {self._file.path}"
         if not self._threads:
@@ -150,7 +155,7 @@ class Disk:
         if not self._room.acquire(timeout=self.deadline_s):
             raise late(what, self.deadline_s)
         starts = range(0, n, PIECE)
-        transfer = Transfer(what, len(starts), self.deadline_s)
+        transfer = Transfer(what, len(starts), self.deadline_s, then)
         for start in starts:
             self._jobs.put((transfer, move, at + start, view[start : start + PIECE]))
         return transfer

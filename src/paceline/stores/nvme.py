@@ -6,7 +6,12 @@ next ones are read and the last ones written, and a step finds its first buckets
 Who asks out of turn (a guess is undone, the state is saved) is served too, and the turns go on from there.
 
 A buffer that was changed is somebody else's only after its writing has ended: nothing is ever lost on the way. The
-first failure of the disk ends it all, and whoever takes something from then on is told.
+first failure ends it all, and whoever takes something from then on is told.
+
+[Note: one at a time] Who changes what is where holds the pool's lock to the end. A transfer's end changes it too, and
+is told by a thread of the disk, which waits for the lock like everyone. Told on the spot, by the thread that has just
+begun it, it would change things under those hands: a bucket would be read twice at once, into two buffers, and be
+taken when one was there while the other was still being filled.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import StoreError
-from paceline.stores.disk import Disk, Transfer, late
+from paceline.stores.disk import Disk, Then, Transfer, late
 from paceline.stores.file import padded
 from paceline.stores.lanes import Lanes
 from paceline.stores.vectors import Triple
@@ -106,8 +111,8 @@ class Pool:
         self._free = [_NOTHING] * max(buffers, 2)  # two may wait at a time: who steps, and who undoes or saves
         self._last = -1  # whose turn it was
         self._ahead = False  # until all buckets are known nothing is read ahead
-        self._failure: StoreError | None = None
-        self._news = threading.Condition()
+        self._failure: Exception | None = None
+        self._news = threading.Condition(threading.Lock())  # which its owner cannot take again: [Note: one at a time]
         weakref.finalize(self, _close, disk).atexit = False  # the system closes a file by itself
 
     def add(self, n: int) -> OnDisk:
@@ -118,7 +123,7 @@ class Pool:
     def start(self) -> None:
         """All buckets are known, and the first is needed next."""
         if not self._ahead:
-            with self._news:
+            with self._change():
                 self._ahead, self._last = True, len(self.all) - 1
                 self._read_next()
 
@@ -129,9 +134,10 @@ class Pool:
         self.disk.close()
 
     def take(self, x: OnDisk) -> None:
-        with self._news:
+        with self._change():
             x.asked += 1
             self._read_next()
+        with self._news:
             came = self._news.wait_for(lambda: self._failure or x.place is Place.HERE, self.disk.deadline_s)
             x.asked -= 1
             if self._failure is not None:
@@ -141,14 +147,14 @@ class Pool:
             x.place, self._last = Place.TAKEN, x.index
 
     def give(self, x: OnDisk, *, changed: bool) -> None:
-        with self._news:
+        assert x.place is Place.TAKEN, f"bucket {x.index} is given back while {x.place.value}"
+        with self._change():
             if changed:
                 x.place, x.written = Place.GOING, True
                 self._move(self.disk.write, x)
             else:
                 x.place = Place.HERE
             self._read_next()
-            self._news.notify_all()
 
     def _read_next(self) -> None:
         """What is needed soonest comes, in place of what is needed later than that."""
@@ -176,6 +182,7 @@ class Pool:
         return True
 
     def _read(self, x: OnDisk) -> None:
+        assert x.place is Place.AWAY, f"bucket {x.index} is to be read while {x.place.value}"
         if x.written:
             x.place = Place.COMING
             self._move(self.disk.read, x)
@@ -183,25 +190,24 @@ class Pool:
             x.buffer[: x.nbytes].zero_()
             x.place = Place.HERE
 
-    def _move(self, move: Callable[[int, Tensor], Transfer], x: OnDisk) -> None:
-        try:
-            move(x.at, x.buffer[: x.nbytes]).add_done_callback(lambda done: self._moved(x, done))
-        except StoreError as error:
-            self._fail(error)
+    def _move(self, move: Callable[[int, Tensor, Then], Transfer], x: OnDisk) -> None:
+        move(x.at, x.buffer[: x.nbytes], lambda done: self._moved(x, done))
 
     def _moved(self, x: OnDisk, done: Future[None]) -> None:
-        with self._news:
-            if (error := done.exception()) is not None:
-                self._fail(error)
-                return
+        with self._change():
+            done.result()
             x.place = Place.HERE
             self._read_next()
-            self._news.notify_all()
 
-    def _fail(self, error: BaseException) -> None:
-        assert isinstance(error, StoreError)
-        self._failure = self._failure or error
-        self._news.notify_all()
+    @contextlib.contextmanager
+    def _change(self) -> Iterator[None]:
+        """[Note: one at a time]. What goes wrong is told to whoever takes something."""
+        with self._news:
+            try:
+                yield
+            except Exception as error:
+                self._failure = self._failure or error
+            self._news.notify_all()
 
 
 def _close(disk: Disk) -> None:
