@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -133,6 +134,36 @@ def test_nothing_is_left_behind(tmp_path):
         disk.read(0, aligned(PAGE))
 
 
+def test_who_comes_while_it_is_closed_is_let_in_whole_or_not_at_all(tmp_path, monkeypatch):
+    """... and no file is touched after it was closed: another may have its number by then."""
+    go, real, closed, outcomes = threading.Event(), os.pwritev, [], []
+
+    def slow(*args):
+        assert not closed
+        return go.wait(10) and real(*args)
+
+    def write():
+        try:
+            disk.write(0, data(PAGE)).result()
+            outcomes.append("written")
+        except UsageError as error:
+            outcomes.append("closed" if "after it was closed" in str(error) else error)
+
+    monkeypatch.setattr(os, "pwritev", slow)
+    disk = Disk(tmp_path, MIB, threads=2, in_flight=1, deadline_s=10)
+    monkeypatch.setattr(disk._file, "close", lambda real=disk._file.close: (closed.append(True), real()))
+    calls = [threading.Thread(target=call) for call in (write, write, disk.close, disk.close, write, write)]
+    for call in calls:
+        call.start()
+    go.set()
+    for call in calls:
+        call.join(20)
+    assert not any(call.is_alive() for call in calls)
+    assert len(outcomes) == 4
+    assert {*outcomes} <= {"written", "closed"}
+    assert closed == [True]
+
+
 def test_the_checksum_sees_every_bit_and_every_page():
     x = data(3 * PAGE)
     whole = checksum(x.numpy().data)
@@ -154,6 +185,32 @@ def test_a_flipped_bit_is_named(folder):
     for call in (disk.read(0, aligned(3 * PIECE)).result, disk.close):
         with pytest.raises(StoreError, match=rf"the {PIECE} bytes at {PIECE} of .*/paceline-.*\.state are not those"):
             call()
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "said"),
+    [
+        ([2, 2], r"a second read agrees: .* \(pages of zeros: 1\)"),
+        ([2, None], r"a second read has them: .* \(from page 2 on\)"),
+        ([2, 1], r"a second read differs from both: .* \(from page 1 on\)"),
+    ],
+)
+def test_what_differs_is_read_again_and_that_is_said(tmp_path, monkeypatch, spoilt, said):
+    """spoilt: the page that is zero in each of the reads."""
+    disk, pages, real = Disk(tmp_path, MIB), iter(spoilt), stores.File.read
+
+    def read(self, at, view):
+        real(self, at, view)
+        if (page := next(pages)) is not None:
+            view[page * PAGE :][:PAGE] = bytes(PAGE)
+
+    monkeypatch.setattr(stores.File, "read", read)
+    written(disk, 4 * PAGE)
+    for call in (disk.read(0, aligned(4 * PAGE)).result, disk.close):
+        with pytest.raises(StoreError, match="are not those that were written") as raised:
+            call()
+        assert re.search(said, raised.value.why)
+    assert next(pages, "none") == "none"
 
 
 def test_a_file_cut_short_is_named(folder):

@@ -85,6 +85,7 @@ class Disk:
         self._failure: StoreError | None = None
         self._lock = threading.Lock()
         self._in_flight, self._room = in_flight, threading.Semaphore(in_flight)
+        self._closed = threading.Lock()  # taken by who closes it, and kept
         self._jobs: queue.SimpleQueue[tuple[Transfer, _Move, int, memoryview] | None] = queue.SimpleQueue()
         # Daemons, not an executor: a disk that hangs must not keep the process from ending.
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(threads)]
@@ -123,7 +124,7 @@ class Disk:
 
     def close(self) -> None:
         """Wait for what is under way and give the space back. A failure nobody has heard of is raised here."""
-        if not self._threads:
+        if not self._closed.acquire(blocking=False):
             return
         deadline = time.monotonic() + self.deadline_s
         for _ in range(self._in_flight):
@@ -131,8 +132,8 @@ class Disk:
                 raise late(f"closing {self._file.path}", self.deadline_s)
         for _ in self._threads:
             self._jobs.put(None)
-        self._threads = []
-        self._file.close()
+        self._file.close()  # no job is left that could meet another file under its number
+        self._room.release(self._in_flight)  # who has waited meanwhile is told
         if self._failure is not None:
             raise self._failure
 
@@ -146,14 +147,15 @@ class Disk:
     def _move(self, doing: str, at: int, x: Tensor, move: _Move, then: Then | None) -> Transfer:
         n = x.numel() * x.element_size()
         what = f"{doing} {n} bytes at {at} of {self._file.path}"
-        if not self._threads:
-            raise UsageError(f"{what} after it was closed")
         if self._failure is not None:
             raise self._failure
         self._check(what, at, x, n)
         view = x.detach().view(-1).view(torch.uint8).numpy().data
         if not self._room.acquire(timeout=self.deadline_s):
             raise late(what, self.deadline_s)
+        if self._closed.locked():  # who closes it waits for those who were let in before
+            self._room.release()
+            raise UsageError(f"{what} after it was closed")
         starts = range(0, n, PIECE)
         transfer = Transfer(what, len(starts), self.deadline_s, then)
         for start in starts:
@@ -212,9 +214,24 @@ class Disk:
         if checksum(view) != total:
             raise StoreError(
                 f"the {length} bytes at {at} of {self._file.path} are not those that were written",
-                why="their checksum differs: the disk, its driver or somebody else changed them",
+                why=f"their checksum differs, and {self._again(at, view, total)}",
                 do="go on from the last checkpoint, on another disk if it happens again",
             )
+
+    def _again(self, at: int, view: memoryview, total: int) -> str:
+        """What a second read says. It does not stand in for the first: who spoils memory that is checked here spoils
+        other memory too.
+        """
+        again = aligned(len(view)).numpy().data
+        self._file.read(at, again)
+        first, second = (np.frombuffer(x, np.uint64).reshape(-1, PAGE // 8) for x in (view, again))
+        differ = np.flatnonzero((first != second).any(axis=1))
+        if not len(differ):
+            zeros = int((~first.any(axis=1)).sum())
+            return f"a second read agrees: the disk, its driver or somebody else changed them (pages of zeros: {zeros})"
+        if checksum(again) == total:
+            return f"a second read has them: memory was changed, or the first read failed (from page {differ[0]} on)"
+        return f"a second read differs from both: the disk or its driver is broken (from page {differ[0]} on)"
 
 
 class Speed(NamedTuple):
