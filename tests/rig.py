@@ -14,6 +14,7 @@ import threads
 from paceline.api import assemble
 from paceline.engine import Engine
 from paceline.method import Method, method
+from paceline.pack import Pack
 from paceline.settings import Settings
 from paceline.telemetry import Recorder
 from paceline.things import Things
@@ -42,7 +43,7 @@ class Rig:
         spec: str | Method = "exact",
         scaler: Any = None,
         knobs: dict[str, Any] | None = None,
-        pack: list[Engine] | None = None,
+        pack: Pack | None = None,
         **settings: Any,
     ) -> None:
         self.comm, self.model, self.optimizer = comm, model, optimizer
@@ -56,7 +57,7 @@ class Rig:
             comm,
             recorder=self.recorder,
             settings=Settings(**settings),
-            pack=[] if pack is None else pack,
+            pack=Pack(alone=True) if pack is None else pack,
             background=ThreadComm(comm.room, comm.rank, f"background of {comm.name}"),
         )
 

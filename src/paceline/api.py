@@ -28,6 +28,7 @@ from paceline.errors import MethodError, UsageError, differ, nearest
 from paceline.loader import Batch, Loader
 from paceline.method import Method
 from paceline.method import method as make_method
+from paceline.pack import Pack
 from paceline.parts import Comm, Part
 from paceline.race.peers import PEERS, prepare_peer
 from paceline.session import SLOW_MBIT, Session
@@ -161,7 +162,6 @@ def _engines(session: Session, things: Things, method: Method, settings: Setting
             background=session.world.lane(f"background {len(session.pack)}") if own.wants_background() else None,
         )
         session.engines[id(optimizer)] = engine
-        session.kept.append(optimizer)
         engines.append(engine)
     for engine in engines:
         engine.company = len(engines) > 1
@@ -176,7 +176,7 @@ def assemble(
     *,
     recorder: Recorder,
     settings: Settings,
-    pack: list[Engine],
+    pack: Pack,
     buffers: bool = True,
     slow_link: bool = False,
     background: Comm | None = None,

@@ -6,7 +6,7 @@ A bucket is what one exchange is about. It holds the gradients of some parameter
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class Slot:
         self.arrived = False  # its gradient is part of the backward under way, or of the window
         self.sparse = False  # its gradient came as a sparse tensor, and is given back as one
         self.shown: Tensor | None = None  # by the layout: what p.grad is after an exchange, if not the view
+        self.hooks: list[Callable[[Tensor], None]] = []  # of its parameter: pack.py
         self.carried = False  # p.grad was that when another gradient arrived: it is added, as autograd would
 
 

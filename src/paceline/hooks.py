@@ -22,6 +22,7 @@ from paceline import loss_scale
 from paceline.bucket import Bucket, Slot
 from paceline.crossing import watch_clipping
 from paceline.engine import Engine, Watch
+from paceline.pack import Pack, weakly
 
 
 def attach(
@@ -29,7 +30,7 @@ def attach(
     models: Sequence[torch.nn.Module],
     optimizer: torch.optim.Optimizer,
     *,
-    pack: list[Engine],
+    pack: Pack,
     scaler: Any = None,
 ) -> None:
     """Connect an engine to the user's objects. `pack` is all engines of this worker, in the order they were made."""
@@ -47,8 +48,8 @@ def attach(
     engine.refresh()
 
 
-def _watch(engine: Engine, b: Bucket, pack: list[Engine]) -> Watch:
-    after = [s.param.register_post_accumulate_grad_hook(_arrival(engine, b, s, pack)) for s in b.slots]
+def _watch(engine: Engine, b: Bucket, pack: Pack) -> Watch:
+    after = [s.param.register_post_accumulate_grad_hook(weakly(s, _arrival(engine, b, s, pack))) for s in b.slots]
     return after + [s.param.register_hook(_before(engine, s)) for s in b.slots if engine.crossing.on]
 
 
@@ -57,7 +58,7 @@ def _before(engine: Engine, slot: Slot) -> Callable[[Tensor], None]:
     return lambda grad: engine.crossing.gradient(slot.param)
 
 
-def _arrival(engine: Engine, b: Bucket, slot: Slot, pack: list[Engine]) -> Callable[[Tensor], None]:
+def _arrival(engine: Engine, b: Bucket, slot: Slot, pack: Pack) -> Callable[[Tensor], None]:
     """Runs when autograd has written the parameter's gradient."""
 
     def arrive(param: Tensor) -> None:
@@ -84,7 +85,7 @@ def _weigh(engine: Engine, b: Bucket) -> Watch:
     return [slot.param.register_hook(share) for slot in b.slots]
 
 
-def _end(pack: list[Engine]) -> None:
+def _end(pack: Pack) -> None:
     """One backward may have fed several optimizers. All bytes leave before any is waited for, so that no worker waits
     for one engine while another waits for the other."""
     ended = [e for e in pack if e.under_way]

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from paceline.environment import Environment, odd_settings
 from paceline.errors import PeerError, UsageError
 from paceline.loader import Loader
 from paceline.membership.rendezvous import World, join
+from paceline.pack import Pack
 from paceline.parts import Comm
 from paceline.race.gate import Gate, pace_mbit
 from paceline.settings import Settings
@@ -45,9 +46,8 @@ class Session:
     gate: Gate | None = None
     tape: Tape | None = None  # where a timeline is asked for
     link_mbit: float = math.inf  # what a worker sends in a mean, the slowest of them
-    pack: list[Engine] = field(default_factory=list)
-    engines: dict[int, Engine] = field(default_factory=dict)  # by the id of the user's optimizer
-    kept: list[Any] = field(default_factory=list)  # the optimizers, so that their ids stay taken
+    pack: Pack = field(default_factory=Pack)
+    engines: WeakValueDictionary[int, Engine] = field(default_factory=WeakValueDictionary)  # by their optimizers' ids
 
     @classmethod
     def start(cls, env: Environment, settings: Settings) -> Session:
@@ -62,7 +62,8 @@ class Session:
         if gate is not None:
             gate.pace()
         mbit = link_mbit(control, len(world.route.hosts))
-        session = cls(world, control, world.lane("user"), recorder, gate, tape, link_mbit=mbit)
+        pack = Pack(alone=world.world == 1)
+        session = cls(world, control, world.lane("user"), recorder, gate, tape, link_mbit=mbit, pack=pack)
         if gate is not None:
             gate.settle = session.meet
         world.closing += [session.settle, recorder.close]

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 import threads
 from laws_table import WORLDS
 from paceline.errors import MismatchError, NonFiniteError
+from paceline.pack import Pack
 from rig import Rig, adamw, alone, built, close, data, mlp, same, sgd, train, weights
 
 
@@ -224,7 +225,7 @@ def test_a_worker_whose_loss_touches_nothing_of_an_optimizer_joins_at_step():
     def work(comm):
         model = nn.ModuleList([mlp(0), mlp(1)])
         opts = [sgd(model[0]), sgd(model[1])]
-        pack = []
+        pack = Pack()
         lanes = [type(comm)(comm.room, comm.rank, f"o{i}") for i in range(2)]
         rigs = [Rig(lanes[i], model[i], opts[i], pack=pack) for i in range(2)]
         for r in rigs:

@@ -87,7 +87,7 @@ def job(rank):
         sparse = sparse and model.words.weight.grad.is_sparse
         opt.step()
         opt.zero_grad()
-    engine = paceline.api._session.pack[0]
+    [engine] = paceline.api._session.pack
     engine.method.sync.settle(engine.ex)
     x, y = bags(500, seed=2)
     loss, ended = loss_of(model, x, y).item(), weights(model)

@@ -503,7 +503,7 @@ def job(rank, optimizer, knobs):
     own = weights(model)
     with paceline.agreed():
         inside = weights(model)
-    engine = api._session.pack[0]
+    [engine] = api._session.pack
     saved = engine.method.sync.state.save(engine.buckets)
     servers = [p.pid for p in psutil.Process().children(recursive=True)]
     return own, inside, servers, saved.get("version", -1), engine.optimizer.state_dict()["state"] == {}

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.bucket import Bucket, Slot
 from paceline.errors import MethodError
+from paceline.pack import weakly
 from paceline.shards.grad import SlicedGrad
 from paceline.shards.loans import Loans
 
@@ -127,4 +128,8 @@ def _leave(model: nn.Module, loans: Loans) -> Callable[[nn.Module, Any, Any], No
 
 def watch_gradients(b: Bucket, loans: Loans) -> list[RemovableHandle]:
     """When the last of a bucket's gradients is there, its parameters are not needed any more."""
-    return [s.param.register_post_accumulate_grad_hook(lambda _, s=s: loans.gradient(b, s)) for s in b.slots]
+
+    def tell(s: Slot) -> Callable[[Tensor], None]:
+        return weakly(s, lambda _: loans.gradient(b, s))
+
+    return [s.param.register_post_accumulate_grad_hook(tell(s)) for s in b.slots]

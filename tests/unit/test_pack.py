@@ -1,0 +1,46 @@
+"""Who is forgotten when the user has dropped everything, and who is not."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+import threads
+from paceline.pack import Pack
+from rig import Rig, adamw, data, loop, mlp
+
+
+class Engine:
+    pass
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_pack_of_one_worker_keeps_nobody(alone):
+    pack, engine, other = Pack(alone=alone), Engine(), Engine()
+    pack.append(engine)
+    pack.append(other)
+    assert [*pack] == [engine, other]
+    del engine
+    gc.collect()
+    assert [*pack][-1] is other
+    assert len(pack) == len([*pack]) == (1 if alone else 2)
+
+
+@pytest.mark.filterwarnings("ignore:paceline")
+@pytest.mark.parametrize(
+    ("world", "spec"),
+    [(1, "exact"), (1, "zero2"), (1, "zero3"), (2, "exact"), (2, "priority"), (2, "zero3"), (2, "powersgd")],
+)
+def test_an_engine_goes_with_the_model_and_the_optimizer(world, spec):
+    def work(comm):
+        model = mlp()
+        optimizer = adamw(model)
+        rig = Rig(comm, model, optimizer, spec=spec, accumulate=2)
+        loop(data(4), model, optimizer, rig.take)
+        return [weakref.ref(x) for x in (rig.engine, model, optimizer)]
+
+    results = threads.run(world, work)
+    gc.collect()
+    assert [[ref() for ref in refs] for refs in results] == [[None] * 3] * world
