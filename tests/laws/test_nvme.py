@@ -30,10 +30,6 @@ from paceline.stores.lanes import Lanes
 from paceline.stores.nvme import BUFFERS, Place, Pool
 from rig import Rig, adamw, built, data, same, sgd, weights
 
-# Once, on a busy machine, a stretch was read back with another checksum than it was written with. Until it is known
-# why, the store is experimental (docs/offload.md), and this file does not decide whether the others pass.
-pytestmark = pytest.mark.slow
-
 
 def _layers():
     middle = [layer for _ in range(9) for layer in (nn.Linear(8, 8), nn.Tanh())]
@@ -134,7 +130,9 @@ def still(pool) -> None:
 
 @pytest.mark.filterwarnings("ignore:paceline")
 @pytest.mark.parametrize("guess", [True, False], ids=["guess", "sure"])
-@pytest.mark.parametrize(("world", "stage"), [(1, "zero2"), (2, "zero1"), (3, "zero3")])
+@pytest.mark.parametrize(
+    ("world", "stage"), [(1, "zero2"), pytest.param(2, "zero1", marks=pytest.mark.slow), (3, "zero3")]
+)
 def test_twenty_steps_are_those_in_memory(tmp_path, world, stage, guess):
     batches = data(20)
     batches[7][0][1] = torch.nan  # a step that is given up

@@ -194,6 +194,7 @@ def test_a_flipped_bit_is_named(folder):
         ([2, None], r"a second read has them: .* \(from page 2 on\)"),
         ([2, 1], r"a second read differs from both: .* \(from page 1 on\)"),
     ],
+    ids=["on disk", "once", "always another"],
 )
 def test_what_differs_is_read_again_and_that_is_said(tmp_path, monkeypatch, spoilt, said):
     """spoilt: the page that is zero in each of the reads."""

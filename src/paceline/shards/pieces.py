@@ -54,7 +54,7 @@ class Shards(Layout):
     lends: ClassVar[bool] = False  # parameters are whole only while a module computes with them
     at_once: ClassVar[int] = 4  # enough for the wire to be busy while the next is made
 
-    store: Literal["device", "cpu", "nvme"] = knob("device", "where the optimizer's state lives; nvme is experimental")
+    store: Literal["device", "cpu", "nvme"] = knob("device", "where the optimizer's state lives")
     device_gb: float = knob(0.0, "with another store: what of it stays on the device all the same", unit="GB", low=0.0)
     host_gb: float = knob(0.0, "with store=nvme: what of it stays in the host's memory", unit="GB", low=0.0)
     path: str = knob("", "with store=nvme: a folder on a local disk")
