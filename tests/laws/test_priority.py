@@ -504,6 +504,7 @@ def test_random_models_never_block():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_thousand_random_models_never_block():
     random_models(1000, seed=2)
 
