@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,23 +77,29 @@ class Owned:
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.ids: set[int] = set()
-        self.lent: set[int] = set()  # ... and are whole only while a module computes with them
+        self.lent: set[int] = set()  # whole only while a module computes with them, trained or frozen
         self.pieces: dict[int, Piece] = {}  # by the parameter's id
+        self.frozen: dict[int, Piece] = {}  # ... of those that are lent and not trained
         for engine in engines:
             layout = engine.method.layout
             if isinstance(layout, Shards) and layout.pieces:
                 ids = {id(s.param) for b in engine.buckets for s in b.slots}
                 self.ids |= ids
-                self.lent |= ids if layout.lends else set()
+                self.lent |= layout.lent()
+                self.frozen |= {id(piece.slot.param): piece for piece in layout.frozen()}
                 self.pieces |= {id(piece.slot.param): piece for some in layout.pieces.values() for piece in some}
+
+    def of_model(self, p: Tensor) -> Piece | None:
+        return self.pieces.get(id(p)) or self.frozen.get(id(p))
 
 
 def model(known: Names, owned: Owned) -> Iterator[Holding]:
+    in_slices = owned.ids | owned.lent
     for name, x in known.tensors.items():
-        if id(x) not in owned.ids:
+        if id(x) not in in_slices:
             yield Holding.whole(names.MODEL + name, x, shared=True)
-        elif piece := owned.pieces.get(id(x)):
-            yield Holding.piece(names.MODEL + name, piece, piece.now().dtype, piece.now)
+        elif piece := owned.of_model(x):
+            yield Holding.piece(names.MODEL + name, piece, piece.bucket.flat.dtype, piece.now)
 
 
 def optimizer(i: int, opt: Optimizer, known: Names, owned: Owned) -> tuple[list[Holding], dict[str, Value]]:
@@ -113,7 +120,7 @@ def optimizer(i: int, opt: Optimizer, known: Names, owned: Owned) -> tuple[list[
             elif piece is None:
                 holdings.append(Holding.whole(at, value, shared=True))
             elif value.shape == piece.param.shape:
-                holdings.append(Holding.piece(at, piece, value.dtype, value.detach))
+                holdings.append(Holding.piece(at, piece, value.dtype, functools.partial(piece.look, value)))
             else:
                 raise CheckpointError(
                     f"{type(opt).__name__} remembers {key!r} of {name}, which cannot be saved in slices",

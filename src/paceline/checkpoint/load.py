@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -126,11 +127,13 @@ def _refuse(wrong: list[str], source: Source) -> None:
 def _read_model(name_of: Callable[[str], str], source: Source, known: Names, owned: Owned) -> None:
     with torch.no_grad():
         for name, x in known.tensors.items():
-            key, piece = name_of(name), owned.pieces.get(id(x))
+            key, piece = name_of(name), owned.of_model(x)
             if piece is not None:
                 piece.write(_stretch(source, key, piece))
             if id(x) not in owned.lent:
                 x.copy_(whole(source, key))
+        for piece in owned.pieces.values():
+            piece.published()
 
 
 def _stretch(source: Source, key: str, piece: Piece) -> Tensor:
@@ -208,14 +211,16 @@ class Loading:
         slots = self._slots[names.slot(i, name, "")]
         values = {slot: self._value(names.slot(i, name, slot), piece) for slot in sorted(slots)}
         master = values.pop(MASTER, None)
-        if master is not None and piece is not None and piece.apart:
-            piece.param.copy_(master)
         target = p if piece is None else piece.param
         # In slices moments are as wide as the master; whole, as the optimizer made them.
         wide = target.dtype if piece is not None or master is not None else None
         opt.state.pop(target, None)
-        if values:
-            opt.state[target] = {slot: _placed(slot, value, target, wide, beside) for slot, value in values.items()}
+        with contextlib.nullcontext() if piece is None else piece.at_hand(changed=True):
+            if master is not None and piece is not None and piece.apart:
+                piece.param.copy_(master)
+            state = {slot: _placed(slot, value, target, wide, beside) for slot, value in values.items()}
+            if state:
+                opt.state[target] = state if piece is None else piece.remember(state)
 
     def _value(self, key: str, piece: Piece | None) -> Any:
         if (found := self._find(self.manifest.values, key)) is not None:

@@ -116,6 +116,15 @@ def undoing(a: Adam, t: int, p: Tensor, m: Tensor, v: Tensor, g: Tensor, *, scal
     return _by_stretches(loops.undo, map(_array, (p, m, v, g)), _single(c, loops))
 
 
+def rounding(p: Tensor, out: Tensor) -> Stretch:
+    """p into out, rounded to its type, by stretches."""
+    loops = _compiled()
+    if loops is None or p.dtype is not torch.float32 or out.dtype not in _DTYPES:
+        return lambda start, stop: _round(p[start:stop], out[start:stop])
+    whole = _array(p), _array(out)
+    return lambda start, stop: loops.round_into(*(x[start:stop] for x in whole))
+
+
 def _by_stretches(loop: Callable[..., None], vectors: Iterable[Any], c: Rates) -> Stretch:
     whole = tuple(vectors)
     return lambda start, stop: loop(*(x[start:stop] for x in whole), c)
@@ -196,6 +205,10 @@ def _undo(p: Tensor, m: Tensor, v: Tensor, g: Tensor, c: Rates) -> None:
         x = _gradient(c, p, g)
         _ = m.sub_(x, alpha=c.rest1).div_(c.beta1) if c.beta1 else m.zero_()
         _ = v.addcmul_(x, x, value=-c.rest2).div_(c.beta2).clamp_(min=0) if c.beta2 else v.zero_()
+
+
+def _round(p: Tensor, out: Tensor) -> None:
+    out.copy_(p)
 
 
 def _change(c: Rates, m: Tensor, v: Tensor) -> Tensor:

@@ -142,6 +142,12 @@ def step_into(p, m, v, g, out, c):
 
 
 @_compiled
+def round_into(p, out):
+    for i in range(p.size):
+        out[i] = narrow(p[i], out[i])
+
+
+@_compiled
 def undo(p, m, v, g, c):
     for i in range(p.size):
         before = (p[i] - _change(m[i], v[i], c)) / c.keep

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from paceline.errors import MethodError
+from paceline.knobs import knob
 from paceline.registry import register
 from paceline.shards import hooks
 from paceline.shards.loans import Loans
 from paceline.shards.pieces import Shards
+from paceline.stores.nvme import OnDisk
+from paceline.stores.params import Homes
 
 if TYPE_CHECKING:
     from paceline.bucket import Bucket
     from paceline.exchange import Exchange
+    from paceline.shards.piece import Piece
+    from paceline.stores.params import Home
 
 
 @register
@@ -35,22 +42,59 @@ class Zero3(Shards):
     background: ClassVar[bool] = True
     lends: ClassVar[bool] = True
 
+    params: Literal["device", "cpu", "nvme"] = knob("device", "with another store: where the parameters live")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.params != "device" and self.store == "device":
+            raise MethodError(
+                f"{self.name}: params={self.params} with store=device",
+                why="what is stepped on the device is needed there, and is most of the memory",
+                do="give store='cpu' or store='nvme' too",
+            )
+
+    def on_disk(self) -> bool:
+        return super().on_disk() or self.params == "nvme"
+
     def attach(self, models: Sequence[torch.nn.Module], ex: Exchange) -> None:
         super().attach(models, ex)
-        self.loans = Loans(ex)
+        named = [named for model in models for named in model.named_parameters()]
+        sizes = {trained: sum(p.nbytes for _, p in named if p.requires_grad is trained) for trained in (True, False)}
+        shares = {trained: size // ex.world for trained, size in sizes.items()}
+        self.homes = Homes(Path(self.path) if self.params == "nvme" else None, ex.rank, shares)
+        self.loans = Loans(ex, self._home)
         hooks.lend(models, self.loans)
-        if ex.world > 1:
-            self.loans.lend_frozen(named for model in models for named in model.named_parameters())
+        if ex.world > 1 or self.params != "device":
+            self.loans.lend_frozen(named)
 
-    def source(self, b: Bucket, ex: Exchange) -> Tensor:
+    def _home(self, b: Bucket) -> Home | None:
+        """Of this worker's slice of its parameters, if not the device. What is stepped on the device stays there."""
+        trained = b.index >= 0
+        away = self.offload.of.get(b.index) if self.offload else None
+        if self.params == "device" or (trained and away is None):
+            return None
+        drafts = away is not None and isinstance(away.vectors, OnDisk)
+        home = self.homes.add(b.own.stop - b.own.start, b.flat.dtype, b.device, trained=trained, drafts=drafts)
+        if away is not None:
+            away.home = home
+        return home
+
+    def source(self, b: Bucket, ex: Exchange) -> Tensor | None:
         self.loans.thaw(b)
-        return self.loans.add(b).mine
+        loan = self.loans.add(b)
+        return loan.mine if loan.home is None else None
 
     def own(self, b: Bucket, ex: Exchange) -> None:
         super().own(b, ex)
         self._hooks += hooks.watch_gradients(b, self.loans)
         b.free()
         b.kept = b.flat[b.own]
+
+    def lent(self) -> set[int]:
+        return set(self.loans.home)
+
+    def frozen(self) -> list[Piece]:
+        return self.loans.frozen()
 
     def put_away(self) -> None:
         self.loans.give_back()
@@ -88,3 +132,4 @@ class Zero3(Shards):
         super().collect(ex)
         self.loans.give_back()
         self.loans.end_trained()
+        self.homes.close_trained()

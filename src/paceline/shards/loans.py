@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,12 +34,15 @@ from paceline.bucket import Bucket, Slot
 from paceline.cutting import cut
 from paceline.errors import MismatchError, UsageError
 from paceline.pipeline import Task
+from paceline.shards.piece import Piece
 
 if TYPE_CHECKING:
     from paceline.exchange import Exchange
+    from paceline.stores.params import Home
 
 _STAMPS = 251  # whole numbers that are exact in any floating-point format
 _LONGEST = 10_000
+_NEAR = 2  # buckets that are read from disk before they are asked for
 UNFILLED = "_unfilled"  # a mark on a parameter that has no values yet (meta.py), which looks as one that is lent
 _FROZEN_BYTES = 4 << 20  # of frozen parameters to a bucket
 
@@ -47,10 +50,12 @@ _FROZEN_BYTES = 4 << 20  # of frozen parameters to a bucket
 class Loan:
     """One bucket's parameters: this worker's slice always, the whole now and then."""
 
-    def __init__(self, b: Bucket, ex: Exchange) -> None:
-        self.bucket, self.comm = b, ex.background
-        self._stamped = b.flat.new_full((b.own.stop - b.own.start + 1,), float(b.index % _STAMPS))
-        self.mine = self._stamped[:-1]
+    def __init__(self, b: Bucket, ex: Exchange, home: Home | None = None) -> None:
+        """home: of this worker's slice, if not the device."""
+        self.bucket, self.comm, self.home = b, ex.background, home
+        if home is None:
+            self._stamped = self._stamp()
+            self.mine = self._stamped[:-1]
         self.whole = torch.zeros_like(b.flat)
         self._views = b.views(self.whole)
         self._away = [view.new_full((), torch.nan).expand(view.shape) for view in self._views]
@@ -63,7 +68,7 @@ class Loan:
 
     @property
     def here(self) -> bool:
-        return bool(self.whole.untyped_storage().nbytes())
+        return bool(self.whole.untyped_storage().nbytes()) and not self.coming
 
     @property
     def coming(self) -> bool:
@@ -76,17 +81,37 @@ class Loan:
 
     def ahead(self) -> None:
         """Ask for what will be needed, unless it would be there at once, and take memory before its time."""
-        if self.comm.world > 1:
+        if self.comm.world > 1 or self.home is not None:
             self.start()
+
+    def near(self) -> None:
+        """It will be asked for."""
+        if self.home is not None and not self.here and not self.coming:
+            self.home.near()
 
     def wait(self) -> None:
         """What was asked for arrives."""
-        if self._coming is not None:
-            self._coming.finish()
-            self._coming = None
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            coming.finish()
 
     async def _fetch(self) -> None:
-        rows = await self.comm.gather(self._stamped)
+        if self.home is not None and self.comm.world == 1:
+            await self._bring(self.home)
+        else:
+            await self._gather()
+        self._put(self._views)
+
+    async def _bring(self, home: Home) -> None:
+        self._lay()
+        try:
+            await home.bring(self.whole)
+        except BaseException:
+            self.free()  # or what nobody has written would look as if it were there
+            raise
+
+    async def _gather(self) -> None:
+        rows = await self.comm.gather(self._row())
         stamps = [] if rows.is_cuda else rows[:, -1].tolist()  # reading would make a GPU's host wait
         if len(set(stamps)) > 1:
             raise MismatchError(
@@ -94,13 +119,32 @@ class Loan:
                 why="with this layout all workers must go through the model in the same order",
                 do="do not let the path through the model depend on a worker's data, or use the layout zero2",
             )
-        self.whole.untyped_storage().resize_(self.whole.nbytes)
+        self._lay()
         self.whole.view(self.comm.world, -1).copy_(rows[:, :-1])
-        self._put(self._views)
+
+    def _lay(self) -> None:
+        self.whole.untyped_storage().resize_(self.whole.nbytes)
+
+    def _stamp(self) -> Tensor:
+        n, b = self.bucket.own.stop - self.bucket.own.start, self.bucket
+        return torch.full((n + 1,), float(b.index % _STAMPS), dtype=b.flat.dtype, device=b.device)
+
+    def _row(self) -> Tensor:
+        """This worker's slice on the device, and of which bucket it is."""
+        if self.home is None:
+            return self._stamped
+        row = self._stamp()
+        self.home.bring(row[:-1]).wait()
+        return row
 
     def take(self) -> None:
         """The whole was written into: so is this worker's slice."""
-        self.mine.copy_(self.whole[self.bucket.own])
+        mine = self.whole[self.bucket.own]
+        if self.home is None:
+            self.mine.copy_(mine)
+        else:
+            self.home.put(mine)
+            self.home.touched = True
 
     def free(self) -> None:
         self.whole.untyped_storage().resize_(0)
@@ -109,6 +153,25 @@ class Loan:
     def _put(self, tensors: list[Tensor]) -> None:
         for s, x in zip(self.bucket.slots, tensors, strict=True):
             s.param.data = x
+
+
+class Frozen(Piece):
+    """What this worker has of a parameter that is lent and not trained: to be saved and loaded."""
+
+    def __init__(self, loan: Loan, slot: Slot, start: int, stop: int) -> None:
+        self.loan, self.bucket, self.slot = loan, loan.bucket, slot
+        self.place(start, stop)
+        self.param = torch.empty(0, device=loan.bucket.device)  # nobody steps it
+
+    def now(self) -> Tensor:
+        return self.loan.mine[self.here] if self.loan.home is None else self.loan.home.read(self.here)
+
+    def write(self, x: Tensor) -> None:
+        if self.loan.home is None:
+            self.now().copy_(x)
+        else:
+            with self.loan.home.at_hand(changed=True) as mine:
+                mine[self.here].copy_(x)
 
 
 class Route:
@@ -127,6 +190,11 @@ class Route:
             self.last = []
         return self.last[k] if k < len(self.last) else None
 
+    def after(self) -> list[int]:
+        """Those that come after the next."""
+        k = len(self.now) + 1
+        return self.last[k : k + _NEAR]
+
     def over(self) -> None:
         self.last, self.now = self.now, []
 
@@ -134,15 +202,16 @@ class Route:
 class Loans:
     """All buckets of one optimizer: [Note: loans]."""
 
-    def __init__(self, ex: Exchange) -> None:
-        self.ex = ex
+    def __init__(self, ex: Exchange, home: Callable[[Bucket], Home | None] = lambda b: None) -> None:
+        """home: where a bucket's slice lives, if not on the device."""
+        self.ex, self._home = ex, home
         self.of: dict[int, Loan] = {}  # by bucket
         self.home: dict[int, int] = {}  # the bucket of a parameter, by its id
         self.route = {True: Route(), False: Route()}  # training or not
         self._used: Counter[int] = Counter()  # by modules whose forward is running
 
     def add(self, b: Bucket) -> Loan:
-        self.of[b.index] = Loan(b, self.ex)
+        self.of[b.index] = Loan(b, self.ex, self._home(b))
         self.home |= {id(s.param): b.index for s in b.slots}
         return self.of[b.index]
 
@@ -155,6 +224,11 @@ class Loans:
             b.index = min([0, *self.of]) - 1
             self.add(b)
             b.free()
+
+    def frozen(self) -> list[Piece]:
+        lent = [(loan, s) for i, loan in self.of.items() if i < 0 for s in loan.bucket.slots]
+        ends = [(loan, s, max(s.start, loan.bucket.own.start), min(s.stop, loan.bucket.own.stop)) for loan, s in lent]
+        return [Frozen(*end) for end in ends if end[2] < end[3]]
 
     def thaw(self, b: Bucket) -> None:
         """Before its parameters are taken up: those that were lent as frozen come home."""
@@ -202,6 +276,8 @@ class Loans:
         self.of[i].start()
         if (ahead := route.next(i)) is not None:
             self.of[ahead].ahead()
+        for later in route.after():
+            self.of[later].near()
         self.of[i].wait()
 
     def _give_back_unused(self, but: list[int]) -> None:
@@ -232,6 +308,8 @@ class Loans:
         """After a step: for what the next one begins with, if it goes as the last one did."""
         for i in self.route[True].last[:1]:
             self.of[i].ahead()
+        for i in self.route[True].after():
+            self.of[i].near()
 
     def settle(self) -> None:
         """What was asked for arrives."""

@@ -23,8 +23,7 @@ class Piece:
         parameters themselves are not always there. home: where the master of that slice does, if not on the device.
         """
         self.bucket, self.slot, self.source = b, slot, source
-        self.inside = slice(start - slot.start, stop - slot.start)  # of the parameter
-        self.here = slice(start - b.own.start, stop - b.own.start)  # of this worker's slice
+        self.place(start, stop)
         now, p = self.now(), slot.param
         copied = source is None and now.untyped_storage().data_ptr() != p.untyped_storage().data_ptr()
         self.apart = copied or home is not None
@@ -32,6 +31,11 @@ class Piece:
             self.param = home[self.here].copy_(now)  # what the optimizer steps
         else:
             self.param = now.clone() if self.apart else now
+
+    def place(self, start: int, stop: int) -> None:
+        """start, stop: in the bucket's flat vector."""
+        self.inside = slice(start - self.slot.start, stop - self.slot.start)  # of the parameter
+        self.here = slice(start - self.bucket.own.start, stop - self.bucket.own.start)  # of this worker's slice
 
     def at_hand(self, *, changed: bool) -> AbstractContextManager[Any]:
         """Inside, what its bucket's pieces are and remember can be looked at, and changed if that is said."""
@@ -44,6 +48,10 @@ class Piece:
     def now(self) -> Tensor:
         """The parameter's own elements."""
         return memory(self.slot.param)[self.inside] if self.source is None else self.source[self.here]
+
+    def look(self, x: Tensor) -> Tensor:
+        """What is remembered of it, to be looked at."""
+        return x.detach()
 
     def grad(self) -> Tensor:
         return self.bucket.kept[self.here]
@@ -68,6 +76,9 @@ class Piece:
         self.now().copy_(x)
         if self.apart:
             self.param.copy_(x)
+
+    def published(self) -> None:
+        """The parameter is what the optimizer steps, and nobody has to look whether it is."""
 
     def follow(self) -> None:
         """What the optimizer steps is what the parameter is now, where somebody has written into it."""

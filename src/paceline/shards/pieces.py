@@ -64,7 +64,7 @@ class Shards(Layout):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.store == "nvme") != bool(self.path):
+        if self.on_disk() != bool(self.path):
             raise MethodError(
                 f"{self.name}: store={self.store} with path={self.path!r}",
                 why="state that is on disk, and no other, needs a folder there",
@@ -77,6 +77,10 @@ class Shards(Layout):
         self._shared: Any = None  # the optimizer's state, while it shows a whole one
         self._told = False  # what lies where
         self._coming: dict[int, Any] = {}  # a state that is being loaded, by the parameter's number
+
+    def on_disk(self) -> bool:
+        """Is anything meant to be there?"""
+        return self.store == "nvme"
 
     def check(self, optimizer: Optimizer) -> None:
         elementwise.check(self.name, optimizer)
@@ -101,14 +105,14 @@ class Shards(Layout):
         whole.take(b, self.pieces[b.index], ex.optimizer)
 
     def _cut(self, b: Bucket, ex: Exchange) -> list[Piece]:
-        source, away = self.source(b, ex), self._away(b, ex)
+        away, source = self._away(b, ex), self.source(b, ex)
         ends = [(s, max(s.start, b.own.start), min(s.stop, b.own.stop)) for s in b.slots]
         ends = [(s, start, stop) for s, start, stop in ends if start < stop]
         if away is None:
             if b.flat.dtype in NARROW:
                 self.masters[b.index] = torch.zeros_like(b.flat[b.own], dtype=torch.float32)
             return [Piece(b, *end, source, home=self.masters.get(b.index)) for end in ends]
-        with away.vectors.at_hand(changed=True) as now:
+        with away.at_hand(changed=True) as now:
             away.pieces = [AwayPiece(b, *end, source, now.p, away=away) for end in ends]
         away.published()
         return [*away.pieces]
@@ -135,6 +139,14 @@ class Shards(Layout):
     def source(self, b: Bucket, ex: Exchange) -> Tensor | None:
         """A vector of its own for this worker's slice of the parameters, where they are not whole on every worker."""
         return None
+
+    def lent(self) -> set[int]:
+        """The ids of parameters that are whole only while a module computes with them."""
+        return set()
+
+    def frozen(self) -> list[Piece]:
+        """What this worker has of those of them that are not trained."""
+        return []
 
     def put_away(self) -> None:
         """Slices are going to be written from outside: what was made whole out of them goes."""

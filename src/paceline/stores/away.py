@@ -36,6 +36,7 @@ from paceline.kernels import adam
 from paceline.shards.piece import Piece
 from paceline.stores import crew
 from paceline.stores.lanes import Lanes, Ring, at_once
+from paceline.stores.params import Home
 from paceline.stores.vectors import Triple, Vectors
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -75,7 +76,21 @@ class AwayPiece(Piece):
         self.moments = dict(zip(_MOMENTS, moments, strict=True))
 
     def at_hand(self, *, changed: bool) -> AbstractContextManager[Any]:
-        return self.away.vectors.at_hand(changed=changed)
+        return self.away.at_hand(changed=changed)
+
+    def now(self) -> Tensor:
+        return super().now() if self.away.home is None else self.away.home.read(self.here)
+
+    def look(self, x: Tensor) -> Tensor:
+        with self.at_hand(changed=False):
+            return x.detach().clone()
+
+    def write(self, x: Tensor) -> None:
+        with self.at_hand(changed=True):
+            super().write(x)
+
+    def published(self) -> None:
+        self.away.published()
 
     def remember(self, known: dict[str, Any]) -> dict[str, Any]:
         for key, mine in self.moments.items():
@@ -132,6 +147,7 @@ class Away:
 
     def __init__(self, b: Bucket, vectors: Vectors, lanes: Lanes, ring: Ring, line: crew.Line) -> None:
         self.bucket, self.vectors, self.lanes, self.ring, self.line = b, vectors, lanes, ring, line
+        self.home: Home | None = None  # of this worker's slice of the parameters, if not the device
         self.g = lanes.vector(vectors.n, b.flat.dtype, pin=True)
         self.face = self.g  # [Note: face]
         self._left = False  # the last mean has
@@ -142,6 +158,16 @@ class Away:
         self._job: Future[Made | None] | None = None
         self.asked = False  # the user has, for what the job does
         self._known: Any = None  # of the parameters, as they were published
+
+    @contextlib.contextmanager
+    def at_hand(self, *, changed: bool) -> Iterator[Triple]:
+        """Inside, all that is not on the device can be looked at."""
+        with self.vectors.at_hand(changed=changed) as now:
+            if self.home is None:
+                yield now
+            else:
+                with self.home.at_hand(changed=changed):
+                    yield now
 
     @property
     def handed(self) -> bool:
@@ -157,6 +183,8 @@ class Away:
         """This worker's slice of a mean leaves the device; with a guess, the host goes on with it."""
         self.take_back()
         self.done()  # a late step reads the last one
+        if self.home is not None:
+            self.home.wait()
         self.wait()
         norms = _norms([mean[piece.here] for piece in self.pieces]) or [mean.new_zeros((), dtype=torch.float32)]
         self.norm_of = dict(zip(self.pieces, norms, strict=False))
@@ -221,9 +249,11 @@ class Away:
         """Wait for what was begun."""
         if self._job is not None:
             self._result()
+            if self.home is not None:
+                self.home.kept()
 
-    def finish(self, optimizer: Optimizer) -> Tensor:
-        """... and its end: this worker's slice of the new parameters, on the device."""
+    def finish(self, optimizer: Optimizer) -> Tensor | None:
+        """... and its end: this worker's slice of the new parameters, on the device; None if its home is elsewhere."""
         made = self._result()
         self._job, self.asked = None, False
         assert made is not None
@@ -234,16 +264,27 @@ class Away:
         self.lanes.arrive(made.there)
         return made.there
 
-    def stepped(self) -> Tensor:
-        """This worker's slice of the parameters as their masters are, on the device."""
-        with self.vectors.at_hand(changed=False) as now:
-            return now.p.to(self.g.dtype, copy=True).to(self.bucket.device)
+    def stepped(self) -> Tensor | None:
+        """This worker's slice of the parameters as their masters are, on the device; None if its home is elsewhere."""
+        if self.home is None:
+            with self.vectors.at_hand(changed=False) as now:
+                return now.p.to(self.g.dtype, copy=True).to(self.bucket.device)
+        if self.home.touched:  # after a step that was late began: `follow`
+            self.home.drop()
+        elif self.home.drafted:
+            self.home.accept(self.line.crew)
+        else:
+            with self.vectors.at_hand(changed=False) as now:
+                self.home.follow(now.p, self.line.crew)
+        return None
 
     def take_back(self) -> None:
         """What was stepped on a guess, and that nobody has asked for, was not."""
         if self._job is None or self.asked:
             return
         made, self._job = self._result(), None
+        if self.home is not None:
+            self.home.drop()
         if made is not None:
             with self.vectors.at_hand(changed=True) as now:
                 self.line.crew.all(self.vectors.n, self._work(adam.undoing, made.wishes, now))
@@ -266,10 +307,11 @@ class Away:
             with contextlib.ExitStack() as held:
                 now = self.vectors.take()
                 held.callback(self.vectors.give, changed=True)
-                out, give = self.ring.take(self.vectors.n, self.g.dtype)
-                for piece in {*self.pieces} - {wish.piece for wish in wishes}:
-                    out[piece.here].copy_(now.p[piece.here])
-                work = self._work(adam.stepping, wishes, now, out)
+                out, keep = self._room()
+                if out is not None:
+                    for piece in {*self.pieces} - {wish.piece for wish in wishes}:
+                        out[piece.here].copy_(now.p[piece.here])
+                work = self._work(adam.stepping, wishes, now, *([out] if out is not None else []))
                 until_done = held.pop_all()
         except BaseException as error:
             job.set_exception(error)
@@ -280,11 +322,23 @@ class Away:
                 until_done.close()
                 if error is not None:
                     raise error
-                job.set_result(Made(wishes, self._send_back(out, give)))
+                job.set_result(Made(wishes, keep()))
             except BaseException as error:
                 job.set_exception(error)
 
         self.line.crew.spread(self.vectors.n, work, then)
+
+    def _room(self) -> tuple[Tensor | None, Callable[[], Tensor | None]]:
+        """For the new parameters, and what becomes of them: those on the device are given."""
+        if self.home is None:
+            out, give = self.ring.take(self.vectors.n, self.g.dtype)
+            return out, lambda: self._send_back(out, give)
+        draft = self.home.draft()
+        return draft, lambda: self._keep(draft)
+
+    def _keep(self, draft: Tensor | None) -> None:
+        if self.home is not None and draft is not None:
+            self.home.keep(draft)
 
     def _send_back(self, out: Tensor, give: Callable[[Callable[[], None]], None]) -> Tensor | None:
         there, sent = None, at_once
@@ -318,19 +372,27 @@ class Away:
 
     def published(self) -> None:
         """The parameters are what their masters say."""
-        self._known = self._marks()
+        if self.home is None:
+            self._known = self._marks()
+        else:
+            self.home.touched = False
 
     def changes(self) -> Tensor:
         """Somebody has written into the parameters since: numbers of which one is then not zero."""
+        if self.home is not None:
+            self.home.wait()  # until then it reads the masters
+            return torch.full((1,), self.home.touched, device=self.bucket.device)
         (versions, norms), (old_versions, old_norms) = self._marks(), self._known
         return norms != old_norms if versions == old_versions else torch.ones_like(norms)
 
     def follow(self) -> None:
         """The masters of parameters that somebody has written into."""
         self.take_back()
-        with self.vectors.at_hand(changed=True):
+        with self.at_hand(changed=True):
             for piece in self.pieces:
                 piece.follow()
+        if self.home is not None:
+            self.home.touched = False
 
 
 def _runs(places: Iterable[slice]) -> Iterator[tuple[int, int]]:

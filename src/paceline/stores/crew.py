@@ -41,11 +41,15 @@ class Crew:
         for queue, start in zip(self._queues, starts, strict=False):
             queue.put((share, start, min(start + length, n)))
 
-    def all(self, n: int, work: Work) -> None:
-        """The same, and it is done."""
+    def start(self, n: int, work: Work) -> Future[None]:
+        """The same, and its end."""
         done: Future[None] = Future()
         self.spread(n, work, lambda error: done.set_exception(error) if error else done.set_result(None))
-        result(done, "a step on the host")
+        return done
+
+    def all(self, n: int, work: Work) -> None:
+        """The same, and it is done."""
+        result(self.start(n, work), "a step on the host")
 
 
 class Line:

@@ -47,6 +47,23 @@ class Lanes:
             there.copy_(host, non_blocking=True)
             return there, self._event(self._back)
 
+    def bring(self, host: Tensor, there: Tensor) -> tuple[Callable[[], Tensor], Callable[[], None]]:
+        """Copy to memory of the device, after what was launched so far. Gives a wait after which `there` may be used by
+        what is launched from then on, and one until `host` may be written again.
+        """
+        with self._on(self._back):
+            there.copy_(host, non_blocking=True)
+        if not self.cuda:
+            return lambda: there, at_once
+        event = torch.cuda.Event(blocking=True)
+        event.record(self._back)
+
+        def arrive() -> Tensor:
+            torch.cuda.current_stream(self.device).wait_event(event)
+            return there
+
+        return arrive, event.synchronize
+
     def room(self) -> bool:
         """Is there enough left on the device for what need not be there yet? The rest is for who computes."""
         if not self.cuda:

@@ -150,7 +150,7 @@ class Offload:
                 if mine.any():
                     away.follow()
                     if index in self.new:  # late, and from before
-                        self.new[index] = away.stepped()
+                        self._stepped(index, away.stepped())
 
     def _scales(self) -> dict[AwayPiece, float]:
         """By what each gradient is to be multiplied: the device is asked once."""
@@ -162,24 +162,30 @@ class Offload:
 
     def wait(self) -> None:
         """A disk may fail. What cannot be undone is done only when it has not."""
-        if self.pool is not None and not self.late:
+        if (self.pool is not None or any(away.home is not None for away in self.of.values())) and not self.late:
             for away in self.of.values():
                 away.done()
 
     def end(self, ex: Exchange, left: list[AwayPiece]) -> None:
         """The optimizer has stepped what it was left with."""
         by_itself = {id(piece.away) for piece in left}
-        for index, away in self.of.items():
+        for index, away in reversed(self.of.items()):  # what the next forward begins with first
             if id(away) in by_itself:
-                self.new[index] = away.stepped()
+                self._stepped(index, away.stepped())
             elif not self.late:
-                self.new[index] = away.finish(ex.optimizer)
+                self._stepped(index, away.finish(ex.optimizer))
+
+    def _stepped(self, index: int, new: Tensor | None) -> None:
+        if new is not None:
+            self.new[index] = new
 
     def land(self, ex: Exchange) -> None:
         """A step that is late has been made."""
-        for index, away in self.of.items():
-            if away.asked:
-                self.new[index] = away.finish(ex.optimizer)
+        asked = {index: away for index, away in reversed(self.of.items()) if away.asked}
+        for away in asked.values():
+            away.done()
+        for index, away in asked.items():
+            self._stepped(index, away.finish(ex.optimizer))
 
     def take_back(self) -> None:
         """Before somebody looks at the state."""

@@ -1,0 +1,452 @@
+"""zero3 with params=cpu and params=nvme: this worker's slice of the parameters is not on the device, and nothing else
+changes. What is compared with params=device is compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+import processes
+import threads
+from laws_table import WORLDS
+from paceline.checkpoint import load as loading
+from paceline.checkpoint import save as saving
+from paceline.errors import MethodError, StoreError
+from paceline.method import method
+from paceline.stores import placing
+from paceline.stores.disk import Disk, Speed
+from paceline.stores.lanes import Lanes
+from paceline.stores.params import BUFFERS, InFile, InHost, Shelf
+from paceline.things import Things
+from paceline.threadcomm import ThreadComm
+from rig import Rig, built, data, same
+
+pytestmark = pytest.mark.filterwarnings("ignore:paceline")
+HOMES = ["cpu", "nvme"]
+everywhere = pytest.mark.parametrize("params", HOMES)
+worlds = pytest.mark.parametrize("world", [w for w in WORLDS if w < 4])
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(placing, "speed", lambda folder: Speed(read=3.4e9, write=2.5e9))
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+class Net(nn.Module):
+    """A tie, a frozen layer, one that nobody uses, and layers that may be computed again in backward."""
+
+    def __init__(self, again=False):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.layers[4].weight = self.layers[1].weight
+        self.layers[2].requires_grad_(False)
+        self.unused, self.again = nn.Linear(8, 8), again
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            block = nn.Sequential(layer, nn.Tanh())
+            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
+        return self.last(x)
+
+
+net, again = built(Net), built(lambda: Net(again=True))
+
+
+def trainable(model):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def plain(one, x, y):
+    cross_entropy(one.model(x), y).backward()
+    one.optimizer.step()
+    one.optimizer.zero_grad()
+
+
+def mixed(one, x, y):
+    """Clipped at times, two backwards at times, and somebody looks between backward and step."""
+    step = one.engine.ex.step
+    cross_entropy(one.model(x), y).backward()
+    if step % 5 == 1:
+        cross_entropy(one.model(x), y).backward()
+    if step % 5 > 2:
+        nn.utils.clip_grad_norm_(one.model.parameters(), 0.05)
+    with torch.no_grad():
+        one.seen = [*getattr(one, "seen", []), one.model(torch.ones(1, 6)).sum()]
+    one.optimizer.step()
+    one.optimizer.zero_grad()
+
+
+def all_of(model):
+    return torch.cat([v.flatten() for v in model.state_dict().values()])
+
+
+def trained(world, *, step=plain, batches=None, make=net, optimizer=trainable, begin=None, end=None, mb=3e-4, **on):
+    """A loop on every worker; what `end` gives, or the weights and what was seen between backward and step."""
+
+    def work(comm):
+        model = make()
+        one = Rig(comm, model, optimizer(model), spec="zero3", knobs={"store": "cpu", **on}, bucket_mb=mb)
+        if begin is not None:
+            begin(one)
+        for x, y in data(8) if batches is None else batches:
+            step(one, *one.take(x, y))
+        if end is not None:
+            return end(one)
+        return torch.cat([all_of(model), torch.tensor(getattr(one, "seen", []))])
+
+    return threads.run(world, work)
+
+
+def on(params, tmp_path, store="cpu"):
+    return {"params": params, "store": store, **({"path": str(tmp_path)} if "nvme" in (params, store) else {})}
+
+
+def loans(one):
+    return one.engine.method.layout.loans
+
+
+# ------------------------------------------------------------------------------------------------ the same steps
+
+
+@pytest.mark.parametrize("guess", [True, False], ids=["guess", "sure"])
+@everywhere
+@worlds
+def test_twenty_steps_are_those_with_parameters_on_the_device(tmp_path, world, params, guess):
+    batches = data(20)
+    batches[7][0][1] = torch.nan  # a step that is given up
+    how = {"step": mixed, "batches": batches, "guess": guess}
+    want = trained(world, **how)
+    got = trained(world, **how, **on(params, tmp_path))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert not [*tmp_path.iterdir()], "the file has a name"
+
+
+@everywhere
+@pytest.mark.parametrize("world", [1, 3])
+def test_with_the_state_on_disk(tmp_path, world, params):
+    how = {"step": mixed, "batches": data(10)}
+    want = same(trained(world, **how))
+    assert torch.equal(same(trained(world, **how, **on(params, tmp_path, "nvme"))), want)
+
+
+def narrow(one, x, y):
+    mixed_inputs = x.bfloat16()
+    cross_entropy(one.model(mixed_inputs), y).backward()
+    one.optimizer.step()
+    one.optimizer.zero_grad()
+
+
+def closing(one, x, y):
+    """Buckets are cut anew, and a frozen layer thaws."""
+    if one.engine.ex.step == 3:
+        one.engine.recut(900)
+    if one.engine.ex.step == 5:
+        one.model.layers[2].requires_grad_(True)
+    plain(one, x, y)
+
+
+def everything(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+CASES = {
+    "16 bits": {"step": narrow, "make": lambda: net().bfloat16()},
+    "computed again": {"make": again, "step": mixed},
+    "late": {"late": True},
+    "another optimizer": {"optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)},
+    "cut anew": {"step": closing, "optimizer": everything},
+    "a part on the device": {"device_gb": 12 * 300 / 1e9},
+}
+
+
+@everywhere
+@pytest.mark.parametrize("case", CASES)
+def test_whatever_else(tmp_path, case, params):
+    for world in (1, 2):
+        want = same(trained(world, **CASES[case]))
+        assert torch.equal(same(trained(world, **CASES[case], **on(params, tmp_path))), want)
+
+
+@everywhere
+@pytest.mark.parametrize("late", [True, False], ids=["late", "at once"])
+def test_what_is_loaded_into_the_model_counts(tmp_path, params, late):
+    """Between two steps, and between backward and step, where a guess has been made of what was before."""
+
+    def step(one, x, y):
+        cross_entropy(one.model(x), y).backward()
+        if one.engine.ex.step in (2, 5):
+            one.model.load_state_dict({k: v / 2 for k, v in one.model.state_dict().items()})
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+        if one.engine.ex.step == 3:
+            one.model.load_state_dict({k: v / 2 for k, v in one.model.state_dict().items()})
+
+    for world in (1, 2):
+        want = same(trained(world, step=step, late=late))
+        got = same(trained(world, step=step, late=late, **on(params, tmp_path)))
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)  # where a guess is undone it rounds otherwise
+
+
+# ------------------------------------------------------------------------------------------------ where they are
+
+
+@everywhere
+@worlds
+def test_no_slice_is_where_it_was(tmp_path, params, world):
+    def held(one):
+        one.engine.settle()
+        for loan in loans(one).of.values():
+            loan.free()
+            tensors = [x for x in vars(loan).values() if isinstance(x, torch.Tensor)]
+            assert not sum(x.untyped_storage().nbytes() for x in tensors), "the loan has memory"
+            kind = {"cpu": InHost, "nvme": InFile}[params]
+            assert type(loan.home) is kind
+        assert all(p.untyped_storage().nbytes() < p.nbytes for p in one.model.parameters())
+        files = [loan.home for loan in loans(one).of.values() if params == "nvme"]
+        return not any(isinstance(x, torch.Tensor) and x.numel() for home in files for x in vars(home).values())
+
+    assert all(trained(world, batches=data(3), end=held, **on(params, tmp_path)))
+
+
+def test_what_stays_on_the_device_keeps_its_parameters_there(tmp_path):
+    def end(one):
+        return [loans(one).of[i].home is None for i in sorted(loans(one).of) if i >= 0]
+
+    last = 12 * sum(p.numel() for p in net().first.parameters()) / 1e9
+    [places] = trained(1, batches=data(1), end=end, device_gb=last, params="cpu")
+    assert places[-1]
+    assert not any(places[:-1])
+
+
+def test_in_memory_there_is_no_second_place(tmp_path):
+    def drafts(one):
+        return {loan.home.draft() is None for i, loan in loans(one).of.items() if i >= 0}
+
+    assert trained(1, batches=data(1), end=drafts, params="cpu") == [{True}]
+    assert trained(1, batches=data(1), end=drafts, **on("cpu", tmp_path, "nvme")) == [{False}]
+
+
+# ------------------------------------------------------------------------------------------------ ahead
+
+
+@everywhere
+def test_the_next_ones_are_asked_for_while_one_computes(tmp_path, params):
+    coming = []
+
+    def step(one, x, y):
+        def look(*_):
+            route, of = loans(one).route[True], loans(one).of
+            coming.append([of[i].coming for i in route.last[len(route.now) :][:1]])
+
+        hooks = [layer.register_forward_hook(look) for layer in one.model.layers]
+        coming.append([of.coming for i, of in loans(one).of.items() if i in loans(one).route[True].last[:1]])
+        plain(one, x, y)
+        for hook in hooks:
+            hook.remove()
+
+    trained(1, batches=data(3), step=step, mb=1e-4, **on(params, tmp_path))
+    assert all(all(some) for some in coming)
+    assert sum(len(some) for some in coming) > 10
+
+
+def test_few_buffers_are_read_into_and_nothing_is_read_twice(tmp_path, monkeypatch):
+    reads = []
+    read = Disk.read
+    monkeypatch.setattr(
+        Disk, "read", lambda disk, at, into: reads.append((at, into.data_ptr())) or read(disk, at, into)
+    )
+    counts = []
+
+    def step(one, x, y):
+        plain(one, x, y)
+        counts.append(len(reads))
+
+    def borrowed(one):
+        return len(loans(one).route[True].last)
+
+    [borrows] = trained(1, batches=data(6), step=step, end=borrowed, mb=1e-4, **on("nvme", tmp_path))
+    assert len({memory for _, memory in reads}) <= BUFFERS * 4  # of several sizes while they grow
+    assert counts[-1] - counts[-2] <= borrows
+
+
+@pytest.fixture
+def shelf(tmp_path):
+    with Disk(tmp_path, 1 << 20, deadline_s=5.0) as disk:
+        yield Shelf(disk, Lanes(torch.device("cpu")))
+
+
+def test_a_shelf_gives_what_was_put_there_in_whatever_order(shelf):
+    slices = [InFile(shelf, 100 + 500 * i, torch.float32, drafts=True) for i in range(9)]
+    for i, one in enumerate(slices):
+        one.put(torch.full((one.n,), float(i)))
+    for i in (3, 0, 5, 8, 8, 1, 7, 2, 6, 4):
+        for k in (i + 1, i + 2, i + 3, i + 4, i + 5):
+            slices[k % 9].near()
+        there = torch.empty(slices[i].n)
+        slices[i].bring(there).wait()
+        assert there.unique().tolist() == [i]
+        assert slices[i].read(slice(1, 3)).tolist() == [i, i]
+
+
+def test_a_draft_counts_when_it_is_accepted(shelf):
+    one = InFile(shelf, 1000, torch.bfloat16, drafts=True)
+    one.put(torch.zeros(1000))
+    for value in (1.0, 2.0):
+        one.draft().fill_(value)
+        one.keep(one.draft().fill_(value))
+        one.near()
+        assert one.read(slice(0, 2)).tolist() == [0, 0]
+        one.drop()
+    one.keep(one.draft().fill_(3.0))
+    one.near()
+    one.accept(None)
+    assert one.read(slice(998, 1000)).tolist() == [3, 3]
+
+
+# ------------------------------------------------------------------------------------------------ saved and filled
+
+
+def things(one):
+    lane = vars(one).setdefault("lane", ThreadComm(one.comm.room, one.comm.rank, "checkpoint"))
+    return Things.sort([one.model, one.optimizer]), [one.engine], lane
+
+
+def save(folder):
+    return lambda one: saving.save(folder, *things(one), step=one.engine.ex.step, extra={})
+
+
+def load(folder):
+    return lambda one: loading.load(folder, *things(one))
+
+
+@pytest.mark.parametrize("store", ["cpu", "nvme"])
+@everywhere
+def test_a_checkpoint_goes_into_another_layout_and_back(tmp_path, params, store):
+    away, folder = on(params, tmp_path, store), tmp_path / "saved"
+    straight = same(trained(2, batches=data(8)))
+    trained(2, batches=data(8)[:4], end=save(folder), **away)
+    rest = {"batches": data(8)[4:], "begin": load(folder)}
+    assert torch.equal(same(trained(2, **rest)), straight)
+    assert torch.equal(same(trained(2, **rest, **away)), straight)
+    one = same(trained(1, **rest))
+    assert torch.equal(same(trained(1, **rest, **away)), one)
+    torch.testing.assert_close(one, straight, rtol=1e-5, atol=1e-5)
+
+
+@everywhere
+def test_states_are_whole(tmp_path, params):
+    def both(one):
+        return one.model.state_dict(), one.optimizer.state_dict()["state"]
+
+    for (model, state), (want_model, want_state) in zip(
+        trained(3, end=both, **on(params, tmp_path)), trained(3, end=both), strict=True
+    ):
+        assert all(torch.equal(x, want_model[key]) for key, x in model.items())
+        assert all(torch.equal(x, want_state[i][key]) for i, known in state.items() for key, x in known.items())
+
+
+def _filled(rank, device, knobs):
+    import paceline
+
+    torch.manual_seed(5)
+    with torch.device(device):
+        model = Net()
+    optimizer = trainable(model)
+    model, optimizer = paceline.prepare(model, optimizer, method="zero3", bucket_mb=0.0003, **knobs)
+    start = all_of(model)
+    for x, y in data(3):
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([start, all_of(model)])
+
+
+def test_a_model_on_meta_is_filled(tmp_path):
+    want, *got = (
+        same(processes.values(processes.run(2, _filled, device, knobs)))
+        for device, knobs in (("cpu", {"store": "cpu"}), ("meta", on("cpu", tmp_path)), ("meta", on("nvme", tmp_path)))
+    )
+    assert all(torch.equal(one, want) for one in got)
+
+
+# ------------------------------------------------------------------------------------------------ faults
+
+
+def truncated(file):
+    os.ftruncate(file._plain, 4096)
+
+
+def flipped(file):
+    for at in range(0, file.size, 4096):
+        [byte] = os.pread(file._plain, 1, at)
+        os.pwrite(file._plain, bytes([byte ^ 1]), at)
+
+
+@pytest.mark.parametrize("harm", [truncated, flipped])
+def test_a_disk_that_fails_ends_the_forward_that_meets_it(tmp_path, harm):
+    def end(one):
+        one.engine.settle()
+        harm(one.engine.method.layout.homes._shelves[True].disk._file)
+        one.model(torch.ones(1, 6))
+
+    with pytest.raises(StoreError, match=f"{tmp_path}/paceline-0-parameters"):
+        trained(1, batches=data(2), end=end, **on("nvme", tmp_path))
+
+
+@pytest.mark.parametrize("guess", [True, False], ids=["guess", "sure"])
+def test_a_disk_that_takes_no_more_leaves_the_last_step(tmp_path, guess):
+    kept = []
+
+    def end(one):
+        def write(at, view):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        before = all_of(one.model)
+        places = [loan.home.at for loan in loans(one).of.values()]
+        one.engine.method.layout.homes._shelves[True].disk._file.write = write
+        try:
+            plain(one, *one.take(*data(1)[0]))
+        finally:
+            kept.append(places == [loan.home.at for loan in loans(one).of.values()])
+        del before
+
+    with pytest.raises(StoreError, match="No space left"):
+        trained(1, batches=data(2), end=end, guess=guess, **on("nvme", tmp_path))
+    assert kept == [True]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
+def test_a_disk_without_room_is_refused_before_the_first_step(tmp_path):
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(tmp_path)], check=False)
+    if mounted.returncode:
+        pytest.skip("tmpfs cannot be mounted here")
+    try:
+        with pytest.raises(StoreError, match=f"{tmp_path} has no room"):
+            trained(1, batches=[], **on("nvme", tmp_path))
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+# ------------------------------------------------------------------------------------------------ who may
+
+
+def test_what_is_refused(tmp_path):
+    with pytest.raises(MethodError, match="params=cpu with store=device"):
+        method("zero3", params="cpu")
+    with pytest.raises(MethodError, match="needs a folder"):
+        method("zero3", store="cpu", params="nvme")
+    with pytest.raises(MethodError, match="needs a folder"):
+        method("zero3", store="cpu", params="cpu", path=str(tmp_path))
+    with pytest.raises(MethodError, match="no knob"):
+        method("zero2", store="cpu", params="cpu")
