@@ -21,6 +21,7 @@ from paceline.checkpoint import load as loading
 from paceline.checkpoint import save as saving
 from paceline.errors import MethodError, StoreError
 from paceline.method import method
+from paceline.shards import loans as lending
 from paceline.stores import placing
 from paceline.stores.disk import Disk, Speed
 from paceline.stores.lanes import Lanes
@@ -235,6 +236,61 @@ def test_in_memory_there_is_no_second_place(tmp_path):
 
     assert trained(1, batches=data(1), end=drafts, params="cpu") == [{True}]
     assert trained(1, batches=data(1), end=drafts, **on("cpu", tmp_path, "nvme")) == [{False}]
+
+
+class Scaled(nn.Module):
+    """A frozen scale and a trained one meet away from the input, whose gradient then says nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen, self.trained = nn.Parameter(torch.rand(8, 8), requires_grad=False), nn.Parameter(torch.rand(8, 8))
+
+    def forward(self, x):
+        return x @ (self.frozen * self.trained)
+
+
+class Adapted(nn.Module):
+    """Frozen layers with a little that is trained around them; some share a bucket, some have two inputs."""
+
+    def __init__(self, again=False):
+        super().__init__()
+        self.first, self.last, self.again = nn.Linear(6, 8), nn.Linear(8, 3), again
+        self.trunk = nn.ModuleList(nn.Linear(8, 8) for _ in range(8)).requires_grad_(False)
+        self.mixed, self.two = Scaled(), nn.Bilinear(8, 8, 8).requires_grad_(False)
+
+    def block(self, x, k):
+        return x + self.trunk[2 * k + 1](self.trunk[2 * k](x).tanh())
+
+    def forward(self, x):
+        x = self.first(x)
+        for k in range(4):
+            x = checkpoint(self.block, x, k, use_reentrant=False) if self.again else self.block(x, k)
+            x = self.mixed(x) if k == 1 else x
+        return self.last(self.two(x, x.tanh()))
+
+
+adapted = built(Adapted), built(lambda: Adapted(again=True))
+
+
+@pytest.mark.parametrize("make", adapted, ids=["once", "again"])
+@pytest.mark.parametrize("frozen", [1, 700], ids=["alone", "together"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_frozen_parameters_go_back_in_backward(monkeypatch, world, make, frozen):
+    monkeypatch.setattr(lending, "_FROZEN_BYTES", frozen)
+    want, most = same(trained(world, make=make)), []
+
+    def step(one, x, y):
+        hooks = [layer.register_full_backward_hook(lambda *_: most.append(lent(one))) for layer in one.model.trunk]
+        plain(one, x, y)
+        for hook in hooks:
+            hook.remove()
+
+    def lent(one):
+        return sum(loan.here for i, loan in loans(one).of.items() if i < 0)
+
+    assert torch.equal(same(trained(world, make=make, params="cpu")), want)
+    trained(world, make=make, params="cpu", step=step)
+    assert 1 <= max(most) <= 7, "of 19 where each is alone; three of them stay"
 
 
 # ------------------------------------------------------------------------------------------------ ahead

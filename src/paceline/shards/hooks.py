@@ -14,7 +14,7 @@ from paceline.bucket import Bucket, Slot
 from paceline.errors import MethodError
 from paceline.pack import weakly
 from paceline.shards.grad import SlicedGrad
-from paceline.shards.loans import Loans
+from paceline.shards.loans import Call, Loans
 
 if TYPE_CHECKING:
     from paceline.exchange import Exchange
@@ -74,21 +74,35 @@ def _tensors(output: Any) -> list[Tensor]:
     return [x for x in (*leaves, *tree_leaves(inside)) if isinstance(x, Tensor)]
 
 
+def _only_way(module: nn.Module, args: Any, kwargs: Any) -> Tensor | None:
+    """What the module's backward ends with, if that is known: the only gradient it gives."""
+    differentiable = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
+    alone = not any(True for _ in module.children()) and not any(p.requires_grad for p in module.parameters())
+    return differentiable[0] if alone and len(differentiable) == 1 else None
+
+
 def _lend(module: nn.Module, loans: Loans) -> None:
+    calls: list[Call] = []  # under way
+
     def mine() -> list[int]:
         return loans.buckets(_parameters(module))
 
-    def before(called: nn.Module, args: Any) -> None:
-        if called is module:  # not a copy of it
-            loans.begin(mine(), backward=torch._C._current_graph_task_id() != -1)
+    def before(called: nn.Module, args: Any, kwargs: Any) -> None:
+        if called is not module:  # a copy of it
+            return
+        calls.append(call := Call(loans, mine))
+        if torch.is_grad_enabled() and (x := _only_way(module, args, kwargs)) is not None:
+            x.register_hook(lambda _: call.over())
+        loans.begin(mine(), backward=torch._C._current_graph_task_id() != -1)
 
     def after(called: nn.Module, args: Any, output: Any) -> None:
-        if called is not module:
+        if called is not module or not calls:
             return
+        call = calls.pop()
         loans.end(mine())
         for x in _tensors(output):
             if x.requires_grad:
-                x.register_hook(lambda _: loans.borrow(mine(), backward=True))
+                x.register_hook(lambda _: call.backward())
 
     def showing(called: nn.Module, *_: Any) -> None:
         if called is module:
@@ -108,7 +122,7 @@ def _lend(module: nn.Module, loans: Loans) -> None:
                 loans.of[i].take()
             loans.end(mine())
 
-    module.register_forward_pre_hook(before)
+    module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after, always_call=True)
     module.register_state_dict_pre_hook(showing)
     module.register_state_dict_post_hook(saved)

@@ -16,8 +16,9 @@ one order; each slice says of which bucket it is, so that two that do not are fo
 
 [Note: frozen] Parameters that are not trained have no gradients and no place in the engine's buckets, but are lent like
 all others, in buckets of their own with negative numbers. One that is thawed comes home with its whole bucket before
-the engine takes it up; those that stay frozen are lent anew. In backward they come and stay until the step: nothing
-tells when autograd is through with them.
+the engine takes it up; those that stay frozen are lent anew. No gradient of their own tells when autograd is through
+with them. That of a module's input does, if it is the only one that leaves the module: then they go back. Others stay
+until the step.
 """
 
 from __future__ import annotations
@@ -199,6 +200,28 @@ class Route:
         self.last, self.now = self.now, []
 
 
+class Call:
+    """One forward of a module, and its backward."""
+
+    def __init__(self, loans: Loans, buckets: Callable[[], list[int]]) -> None:
+        self.loans, self.buckets = loans, buckets
+        self._frozen: list[int] = []
+        self._held: Counter[int] | None = None  # in which they are counted
+
+    def backward(self) -> None:
+        """It begins."""
+        indices = self.buckets()
+        self.loans.borrow(indices, backward=True)
+        if self._held is not self.loans.held:
+            self._frozen, self._held = [i for i in indices if i < 0], self.loans.held
+            self._held.update(self._frozen)
+
+    def over(self) -> None:
+        if self._held is self.loans.held:
+            self._held = None
+            self.loans.let_go(self._frozen)
+
+
 class Loans:
     """All buckets of one optimizer: [Note: loans]."""
 
@@ -209,6 +232,7 @@ class Loans:
         self.home: dict[int, int] = {}  # the bucket of a parameter, by its id
         self.route = {True: Route(), False: Route()}  # training or not
         self._used: Counter[int] = Counter()  # by modules whose forward is running
+        self.held: Counter[int] = Counter()  # ... or, of the frozen ones, whose backward is, in this step
 
     def add(self, b: Bucket) -> Loan:
         self.of[b.index] = Loan(b, self.ex, self._home(b))
@@ -296,12 +320,20 @@ class Loans:
         if b.full and all(s.param.requires_grad for s in b.slots):
             self.of[b.index].free()
 
+    def let_go(self, indices: list[int]) -> None:
+        """A module's backward needs them no more."""
+        self.held.subtract(indices)
+        for i in indices:
+            if not self.held[i] and self._used[i] <= 0 and self.of[i].here:
+                self.of[i].free()
+
     def give_back(self) -> None:
         """All of them, and what was asked for and not used: a step changes them."""
         self.settle()
         for loan in self.of.values():
             loan.free()
         self._used.clear()
+        self.held = Counter()
         self.route[True].over()
 
     def ask_first(self) -> None:
