@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 from dataclasses import dataclass, field
+from types import UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin
 
 from paceline.errors import MethodError, nearest
@@ -71,6 +72,12 @@ def describe(cls: type[Part]) -> list[Knob]:
     ]
 
 
+def _said(kind: Any) -> Any:
+    """Without `| None`, which is for what somebody else chooses."""
+    inside = [k for k in get_args(kind) if k is not type(None)]
+    return inside[0] if isinstance(kind, UnionType) and len(inside) == 1 else kind
+
+
 def choices(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) is Literal else ()
 
@@ -87,7 +94,9 @@ def check(part: Part) -> None:
     """Strict types, allowed choices, ranges; a whole number is accepted where a real one is meant."""
     types = kinds(type(part))
     for f in dataclasses.fields(part):
-        _check(part, f, types[f.name], getattr(part, f.name))
+        kind, value = types[f.name], getattr(part, f.name)
+        if value is not None or _said(kind) is kind:
+            _check(part, f, _said(kind), value)
 
 
 def _check(part: Part, f: dataclasses.Field[Any], kind: Any, value: Any) -> None:

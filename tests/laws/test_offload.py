@@ -4,6 +4,7 @@ here is what only a guess can get wrong.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 
 import pytest
@@ -12,10 +13,15 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import threads
-from paceline.errors import UsageError
+from paceline.errors import MethodError, StoreError, UsageError
 from paceline.kernels import adam
+from paceline.method import method
+from paceline.shards import turns
+from paceline.stores import placing
 from paceline.stores.away import Away, AwayPiece
-from rig import Rig, close, data, mlp, weights
+from paceline.stores.choosing import Room
+from paceline.stores.disk import Speed
+from rig import Rig, built, close, data, mlp, sgd, weights
 
 STAGES = ["zero1", "zero2", "zero3"]
 
@@ -32,9 +38,9 @@ def plain(one, x, y, backward=None):
     one.optimizer.zero_grad()
 
 
-def trained(stage, knobs, *, world=1, dtype=torch.float32, step=plain, batches=None, end=None):
+def trained(stage, knobs, *, world=1, dtype=torch.float32, make=mlp, step=plain, batches=None, end=None):
     def work(comm):
-        model = mlp().to(dtype)
+        model = make().to(dtype)
         one = Rig(comm, model, fused(model), spec=stage, knobs=knobs)
         for i, (x, y) in enumerate(batches or data(6)):
             one.number = i
@@ -215,6 +221,346 @@ def test_an_error_on_the_host_comes_out_of_step(monkeypatch):
     monkeypatch.setattr(adam, "stepping", broken)
     with pytest.raises(MemoryError, match="no more"):
         trained("zero2", {"store": "cpu"})
+
+
+# ------------------------------------------------------------------------------------------------------ in turns
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("knobs", [{}, {"store": "cpu", "device_gb": 2e-6}], ids=["device", "a part away"])
+def test_bucket_by_bucket_is_all_at_once(stage, kind, knobs, monkeypatch):
+    def run(at_once):
+        called = Counter()
+        monkeypatch.setattr(turns, "AT_ONCE", at_once)
+
+        def work(comm):
+            model = mlp().bfloat16()
+            opt = kind([{"params": model[0].parameters()}, {"params": model[2:].parameters(), "lr": 0.02}], lr=0.05)
+            opt.register_step_pre_hook(lambda *_: called.update(["before"]))
+            opt.register_step_post_hook(lambda *_: called.update(["after"]))
+            scheduler = torch.optim.lr_scheduler.StepLR(opt, 2)
+            one = Rig(comm, model, opt, spec=stage, knobs=knobs)
+            for x, y in data(5):
+                plain(one, *one.take(x, y))
+                scheduler.step()
+            return torch.cat([v.flatten() for v in model.state_dict().values()]), opt.state_dict()["state"]
+
+        return threads.run(1, work)[0], called
+
+    (want, wanted_state), called = run(1 << 30)
+    assert called == {"before": 5, "after": 5}
+    (got, state), called = run(1)
+    assert called == {"before": 5, "after": 5}, "hooks on the step are called once"
+    assert torch.equal(got, want)
+    for i, known in wanted_state.items():
+        assert all(torch.equal(torch.as_tensor(x), torch.as_tensor(state[i][key])) for key, x in known.items())
+
+
+def test_gradients_in_fp32_are_those_of_one_turn(monkeypatch):
+    wide = []
+
+    def end(one):
+        layout = one.engine.method.layout
+        real = layout._take
+
+        def take(pieces):
+            real(pieces)
+            every = [piece for some in layout.pieces.values() for piece in some]
+            wide.append(sum(piece.param.grad is not None for piece in every))
+
+        layout._take = take
+        plain(one, *one.take(*data(1)[0]))
+        return len(layout.pieces), max(len(some) for some in layout.pieces.values())
+
+    monkeypatch.setattr(turns, "AT_ONCE", 1)
+    buckets, most = trained("zero2", {}, dtype=torch.bfloat16, end=end)
+    assert buckets > 2
+    assert len(wide) == buckets
+    assert max(wide) == most
+
+
+def test_an_optimizer_that_counts_its_steps_is_called_once(monkeypatch):
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["k"] = group.get("k", 0) + 1
+            return super().step(closure)
+
+    def work(comm):
+        model = mlp().bfloat16()
+        opt = Counting(model.parameters(), lr=0.1)
+        one = Rig(comm, model, opt, spec="zero2")
+        for x, y in data(3):
+            plain(one, *one.take(x, y))
+        return opt.param_groups[0]["k"]
+
+    monkeypatch.setattr(turns, "AT_ONCE", 1)
+    assert threads.run(1, work) == [3]
+
+
+# ------------------------------------------------------------------------------------------------------ without undo
+
+PASSING = {"store": "cpu", "undo": False}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_that_only_pass_through(stage, world, dtype, guesses):
+    def end(one):
+        aways = one.engine.method.layout.offload.of.values()
+        assert not any(away.g.numel() or away._own.numel() for away in aways), "a gradient is kept"
+        return torch.cat([v.flatten() for v in one.model.state_dict().values()]).float()
+
+    how = {"world": world, "dtype": dtype}
+    assert torch.equal(trained(stage, PASSING, end=end, **how), trained(stage, {"store": "cpu"}, **how))
+    assert guesses["asked"] == guesses["undone"] == 0
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_passing_with_gradients_zeroed_either_way(set_to_none):
+    def step(one, x, y):
+        cross_entropy(one.model(x), y).backward()
+        one.optimizer.step()
+        one.optimizer.zero_grad(set_to_none=set_to_none)
+
+    assert torch.equal(trained("zero2", PASSING, step=step), trained("zero2", {"store": "cpu"}, step=step))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_passing_with_parameters_that_are_not_always_used(world):
+    """Whether these are stepped is known only at the end: their gradients are kept until then."""
+
+    def step(one, x, y):
+        h = one.model[:2](x)
+        out = one.model[4](h) if (one.number + one.comm.rank) % 2 else one.model[2:](h)
+        cross_entropy(out, y).backward()
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+
+    how = {"step": step, "world": world}
+    assert torch.equal(trained("zero2", PASSING, **how), trained("zero2", {"store": "cpu"}, **how))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_passing_follows_parameters_that_are_written_into(stage):
+    def step(one, x, y):
+        if one.number == 3:
+            one.model.load_state_dict({key: 0.5 * value for key, value in one.model.state_dict().items()})
+        plain(one, x, y)
+
+    close(trained(stage, PASSING, step=step), trained(stage, {}, step=step), tol=1e-6)
+
+
+def clip(one):
+    nn.utils.clip_grad_norm_(one.model.parameters(), 0.05)
+
+
+def again(one):
+    cross_entropy(one.model(torch.ones(4, 6)), torch.zeros(4, dtype=torch.long)).backward()
+
+
+def look(one):
+    one.optimizer.state_dict()
+
+
+def own(one):
+    one.model[2].weight.grad = torch.ones(16, 16)
+    one.optimizer.step()
+
+
+def write(one):
+    one.model[2].weight.data.mul_(0.5)
+    one.optimizer.step()
+
+
+def change(one):
+    one.optimizer.param_groups[0]["lr"] = 1.0
+    one.optimizer.step()
+
+
+def forget(one):
+    one.model[2].weight.grad = None
+    one.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("do", "said"),
+    [
+        (clip, "a gradient is multiplied"),
+        (again, "a second backward before the step"),
+        (look, "the optimizer's state is looked at"),
+        (own, "between backward and step"),
+        (write, "parameters are changed"),
+        (change, "the optimizer's settings"),
+        (forget, "which gradients there are, changed"),
+    ],
+)
+def test_what_would_have_to_be_undone_is_refused(do, said):
+    def end(one):
+        x, y = one.take(*data(1)[0])
+        before = weights(one.model)
+        cross_entropy(one.model(x), y).backward()
+        with pytest.raises(UsageError, match=said) as refused:
+            do(one)
+        assert "undo=True" in refused.value.do
+        if do is not write:
+            assert torch.equal(weights(one.model), before)
+        return do
+
+    assert trained("zero2", PASSING, end=end) is do
+
+
+@pytest.mark.parametrize("do", [clip, look])
+def test_who_was_refused_may_go_on(do):
+    def step(one, x, y):
+        cross_entropy(one.model(x), y).backward()
+        with contextlib.suppress(UsageError):
+            if one.number == 3:
+                do(one)
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+
+    assert torch.equal(trained("zero2", PASSING, step=step), trained("zero2", PASSING))
+
+
+def test_norms_of_gradients_that_have_passed():
+    def end(one):
+        x, y = one.take(*data(1)[0])
+        cross_entropy(one.model(x), y).backward()
+        return nn.utils.get_total_norm([p.grad for p in one.model.parameters()])
+
+    close(trained("zero2", PASSING, end=end), trained("zero2", {}, end=end), tol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:paceline")
+def test_a_step_that_is_given_up_when_others_were_stepped_is_the_end():
+    def end(one):
+        x, y = one.take(*data(1)[0])
+        before = weights(one.model)
+        (cross_entropy(one.model(x), y) + (one.model[0].weight * torch.inf).sum()).backward()
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+        assert torch.equal(weights(one.model), before)
+        with pytest.raises(StoreError, match=r"the step was not made[\s\S]*half-made step"):
+            plain(one, x, y)
+        assert torch.equal(weights(one.model), before)
+        return True
+
+    assert trained("zero2", PASSING, end=end)
+
+
+@pytest.mark.filterwarnings("ignore:paceline")
+def test_a_step_of_which_nothing_is_finite_is_skipped():
+    def step(one, x, y):
+        plain(one, x, y, (lambda loss: loss * torch.nan) if one.number == 3 else None)
+
+    assert torch.equal(trained("zero2", PASSING, step=step), trained("zero2", {"store": "cpu"}, step=step))
+
+
+def test_a_gradient_that_is_not_finite_is_not_stepped_though_the_guard_is_off():
+    def work(comm):
+        model = mlp()
+        one = Rig(comm, model, fused(model), spec="zero2", knobs=PASSING, guard="off")
+        plain(one, *one.take(*data(1)[0]))
+        with pytest.raises(StoreError, match="is not finite"):
+            plain(one, *one.take(*data(1)[0]), lambda loss: loss * torch.nan)
+        return weights(model).isfinite().all()
+
+    assert threads.run(1, work)[0]
+
+
+def test_who_does_not_go_together_with_passing_gradients(tmp_path):
+    for other in ({"late": True}, {"guess": False}):
+        with pytest.raises(MethodError, match="undo=False with"):
+            method("zero2", **PASSING, **other)
+    with pytest.raises(MethodError, match="undo=False does not go together with this optimizer"):
+        threads.run(1, lambda comm: Rig(comm, m := mlp(), sgd(m), spec="zero2", knobs=PASSING))
+
+    def scaled(comm):
+        model, scaler = mlp(), torch.amp.GradScaler("cpu", init_scale=2.0)
+        one = Rig(comm, model, fused(model), spec="zero2", knobs=PASSING, scaler=scaler)
+        scaler.scale(cross_entropy(model(one.take(*data(1)[0])[0]), data(1)[0][1])).backward()
+
+    with pytest.raises(MethodError, match="GradScaler"):
+        threads.run(1, scaled)
+
+
+# ------------------------------------------------------------------------------------------------------ chosen
+
+
+def _deep():
+    middle = [layer for _ in range(9) for layer in (nn.Linear(8, 8), nn.Tanh())]
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), *middle, nn.Linear(8, 3))
+
+
+deep = built(_deep)
+
+
+def small(monkeypatch, device, host, disk):
+    """As if this were a device with so many bytes free in each place, for every number of the model."""
+    n = sum(p.numel() for p in deep().parameters())
+    sizes = [int(x * n) for x in (device, host, disk)]
+    monkeypatch.setattr(placing, "measured", lambda device, folder: Room(sizes[0], sizes[1], sizes[2] if folder else 0))
+    monkeypatch.setattr(placing, "_BUCKET", 4)
+    monkeypatch.setattr(placing, "speed", lambda folder: Speed(read=3.4e9, write=2.5e9))
+
+
+def kinds(one):
+    layout = one.engine.method.layout
+    of = layout.offload.of if layout.offload else {}
+    where = [type(of[b.index].vectors).__name__ if b.index in of else "device" for b in one.engine.buckets]
+    return where, torch.cat([v.flatten() for v in one.model.state_dict().values()]).float()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world", [1, 3])
+def test_without_a_device_of_its_own_all_stays(stage, world):
+    how = {"world": world, "dtype": torch.bfloat16}
+    assert torch.equal(trained(stage, {"store": "auto"}, **how), trained(stage, {}, **how))
+
+
+@pytest.mark.parametrize("undo", [True, False])
+@pytest.mark.parametrize(
+    ("room", "places"),
+    [
+        ((99, 99, 99), {"device"}),
+        ((16, 99, 99), {"device", "InMemory"}),
+        ((8, 8, 99), {"device", "InMemory", "OnDisk"}),
+    ],
+)
+def test_what_fits_stays_and_the_rest_goes_on(room, places, undo, monkeypatch, tmp_path, capsys):
+    small(monkeypatch, *room)
+    knobs = {"store": "auto", "path": str(tmp_path), "undo": undo}
+    where, got = trained("zero2", knobs, make=deep, dtype=torch.bfloat16, end=kinds)
+    assert set(where) == places
+    assert where == sorted(where, key=["OnDisk", "InMemory", "device"].index), "what is stepped first goes farthest"
+    assert "; free: " in capsys.readouterr().err
+    close(got, trained("zero2", {}, make=deep, dtype=torch.bfloat16), tol=1e-2)
+
+
+def test_what_was_said_wins(monkeypatch, tmp_path):
+    small(monkeypatch, 99, 99, 99)
+    n = sum(p.numel() for p in deep().parameters())
+    auto = {"store": "auto", "path": str(tmp_path)}
+    assert set(trained("zero2", auto | {"device_gb": 0.0}, make=deep, end=kinds)[0]) == {"InMemory"}
+    assert set(trained("zero2", auto | {"device_gb": 0.0, "host_gb": 0.0}, make=deep, end=kinds)[0]) == {"OnDisk"}
+    assert set(trained("zero2", auto | {"device_gb": 6e-9 * n}, make=deep, end=kinds)[0]) == {"InMemory", "device"}
+
+
+def test_what_fits_nowhere_is_named_before_the_first_step(monkeypatch, tmp_path):
+    small(monkeypatch, 9, 5, 1)
+    with pytest.raises(StoreError, match=r"does not fit[\s\S]*free: [\s\S]*paceline plan --memory"):
+        trained("zero2", {"store": "auto", "path": str(tmp_path)}, make=deep, dtype=torch.bfloat16, batches=[])
+    small(monkeypatch, 9, 8, 1)
+    with pytest.raises(StoreError, match=r"does not fit[\s\S]*undo=False, which does not keep"):
+        trained("zero2", {"store": "auto", "path": str(tmp_path)}, make=deep, dtype=torch.bfloat16, batches=[])
+    small(monkeypatch, 5, 5, 0)
+    with pytest.raises(StoreError, match=r"give path, a folder"):
+        trained("zero2", {"store": "auto"}, make=deep, dtype=torch.bfloat16, batches=[])
+    with pytest.raises(MethodError, match="wrong type"):
+        method("zero2", store="auto", device_gb="much")
 
 
 # ------------------------------------------------------------------------------------------------------ one step late

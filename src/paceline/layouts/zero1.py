@@ -43,7 +43,7 @@ class Zero1(Shards):
     def _stepped(self, b: Bucket) -> Tensor:
         """This worker's slice of the parameters."""
         if self.offload and b.index in self.offload.new:
-            return self.offload.new.pop(b.index)
+            return self.offload.take_new(b.index)
         if b.index in self.masters:
             return self.masters[b.index].to(b.flat.dtype)
         x = torch.zeros(b.own.stop - b.own.start, dtype=b.flat.dtype, device=b.device)

@@ -119,7 +119,7 @@ class Zero3(Shards):
     def put_new(self, ex: Exchange) -> None:
         for b in ex.buckets:
             if self.offload and b.index in self.offload.new:
-                self.loans.of[b.index].mine.copy_(self.offload.new.pop(b.index))
+                self.loans.of[b.index].mine.copy_(self.offload.take_new(b.index))
                 self.published(b)
 
     def settle(self, ex: Exchange) -> None:

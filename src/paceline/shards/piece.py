@@ -12,6 +12,8 @@ from torch import Tensor
 
 from paceline.bucket import Bucket, Slot, memory
 
+STRETCH = 1 << 25  # elements: what is compared at a time takes as much memory again
+
 
 class Piece:
     """What this worker owns of one parameter."""
@@ -122,8 +124,9 @@ def take_all(pieces: Sequence[Piece], master: Tensor) -> None:
     if now is None:
         now = torch.empty_like(master, dtype=b.flat.dtype)
         torch._foreach_copy_([now[piece.here] for piece in pieces], [piece.now() for piece in pieces])
-    wide = now.to(master.dtype)
-    master.copy_(torch.where(master.to(now.dtype) == now, master, wide, out=wide))
+    for known, theirs in zip(master.split(STRETCH), now.split(STRETCH), strict=True):
+        wide = theirs.to(known.dtype)
+        known.copy_(torch.where(known.to(theirs.dtype) == theirs, known, wide, out=wide))
     mean = b.kept.to(master.dtype)
     for piece in pieces:
         piece.show(mean[piece.here])

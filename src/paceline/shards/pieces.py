@@ -15,9 +15,7 @@ Who owns a slice and where its state lives are two questions. `store` answers th
 
 from __future__ import annotations
 
-import contextlib
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -36,15 +34,15 @@ from paceline.pipeline import Task
 from paceline.shards import elementwise, hooks, whole
 from paceline.shards.grad import SlicedGrad
 from paceline.shards.piece import Piece, take_all
+from paceline.shards.turns import in_turns
 from paceline.stores import placing
 from paceline.stores.away import AwayPiece
-from paceline.stores.offload import Offload, check_for_disk, stepped_in_fp32
+from paceline.stores.choosing import STATE, Chosen, Room
+from paceline.stores.offload import Offload, check_steps, stepped_in_fp32
 
 if TYPE_CHECKING:
     from paceline.exchange import Exchange
     from paceline.stores.away import Away
-
-_STATE_BYTES = 12  # a parameter: the fp32 master and Adam's two moments
 
 
 @dataclass(kw_only=True)
@@ -54,25 +52,43 @@ class Shards(Layout):
     lends: ClassVar[bool] = False  # parameters are whole only while a module computes with them
     at_once: ClassVar[int] = 4  # enough for the wire to be busy while the next is made
 
-    store: Literal["device", "cpu", "nvme"] = knob("device", "where the optimizer's state lives")
-    device_gb: float = knob(0.0, "with another store: what of it stays on the device all the same", unit="GB", low=0.0)
-    host_gb: float = knob(0.0, "with store=nvme: what of it stays in the host's memory", unit="GB", low=0.0)
-    path: str = knob("", "with store=nvme: a folder on a local disk")
+    store: Literal["device", "cpu", "nvme", "auto"] = knob(
+        "device", "where the optimizer's state lives: auto fills one after the other"
+    )
+    device_gb: float | None = knob(
+        None, "with another store: what of it stays on the device; none, with store=auto what fits", unit="GB", low=0.0
+    )
+    host_gb: float | None = knob(
+        None, "with a path: what of it stays in the host's memory; none, with store=auto what fits", unit="GB", low=0.0
+    )
+    path: str = knob("", "with store=nvme or auto: a folder on a local disk")
+    reserve_gb: float | None = knob(
+        None, "with store=auto: of the device, for activations; a tenth of it", unit="GB", low=0.0
+    )
     guess: bool = knob(True, "not on the device: step a bucket as soon as its gradients are there; undone if need be")
+    undo: bool = knob(True, "not on the device: gradients are kept until the step, so that a guess can be undone")
     late: bool = knob(False, "not on the device: a step is used one step later, and the device never waits for it")
     threads: int = knob(0, "not on the device: threads that step; 0: three quarters of the cores", low=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.on_disk() != bool(self.path):
+        if (self.on_disk() and not self.path) or (self.path and not self.on_disk() and self.store != "auto"):
             raise MethodError(
                 f"{self.name}: store={self.store} with path={self.path!r}",
                 why="state that is on disk, and no other, needs a folder there",
                 do="give store='nvme' and path, a folder on a local disk, or none of them",
             )
+        if not self.undo and (self.late or not self.guess):
+            raise MethodError(
+                f"{self.name}: undo=False with {'late=True' if self.late else 'guess=False'}",
+                why="what is not stepped as its gradients come needs them later, and undo=False does not keep them",
+                do="leave undo=False out, or step on a guess: guess=True, late=False",
+            )
         self.pieces: dict[int, list[Piece]] = {}  # by bucket
         self.masters: dict[int, Tensor] = {}  # by bucket of 16-bit parameters: the fp32 masters of its pieces
         self.offload: Offload | None = None  # of buckets whose state is not on the device
+        self._places: Chosen | None = None  # how much of it lies where
+        self._room: Room | None = None  # ... chosen by what there was
         self._hooks: list[RemovableHandle] = []
         self._shared: Any = None  # the optimizer's state, while it shows a whole one
         self._told = False  # what lies where
@@ -85,7 +101,9 @@ class Shards(Layout):
     def check(self, optimizer: Optimizer) -> None:
         elementwise.check(self.name, optimizer)
         if self.store == "nvme":
-            check_for_disk(self.name, optimizer)
+            check_steps("store=nvme", optimizer)
+        if self.store != "device" and not self.undo:
+            check_steps("undo=False", optimizer)
 
     def rests(self, params: Sequence[Tensor]) -> bool:
         return self.store == "device" and not any(p.dtype in NARROW for p in params)
@@ -123,17 +141,26 @@ class Shards(Layout):
         """
         if self.store == "device":
             return None
-        later = sum(p.numel() for group in ex.optimizer.param_groups for p in group["params"] if p.requires_grad)
-        later -= sum(known.n for known in ex.buckets if known.index < b.index)
-        beyond = later / ex.world * _STATE_BYTES - self.device_gb * 1e9
+        params = [p for group in ex.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        if self._places is None:
+            self._places, self._room = placing.choose(self, params, b, ex.world)
+        places = self._places
+        beyond = (
+            sum(p.numel() for p in params) - sum(known.n for known in ex.buckets if known.index < b.index)
+        ) / ex.world - places.device
         if beyond <= 0:
             return None
         if self.offload is None:
-            self.offload = Offload(b.device, guess=self.guess, late=self.late, threads=self.threads)
-        beyond -= self.host_gb * 1e9
-        on_disk = self.store == "nvme" and beyond > 0 and stepped_in_fp32(b.flat.dtype)
+            how = {"guess": self.guess, "undo": self.undo, "late": self.late}
+            self.offload = Offload(b.device, **how, threads=self.threads)
+            if self._room is not None:
+                self.offload.claim(0 if places.room else places.disk * b.flat.element_size())
+        beyond -= places.host
+        largest = max(s.stop - s.start for s in b.slots) / ex.world
+        on_disk = beyond > 0 and largest <= places.largest and stepped_in_fp32(b.flat.dtype)
         if on_disk and self.offload.pool is None:
-            self.offload.open_disk(Path(self.path), beyond, ex.rank)
+            check_steps(f"store={self.store}", ex.optimizer)
+            self.offload.open_disk(Path(self.path), beyond * STATE, ex.rank)
         return self.offload.add(b, on_disk=on_disk)
 
     def source(self, b: Bucket, ex: Exchange) -> Tensor | None:
@@ -162,7 +189,7 @@ class Shards(Layout):
     def hand(self, b: Bucket, ex: Exchange) -> None:
         """What is kept goes to where it will be stepped."""
         if self.store != "device" and ex.rank == 0 and not self._told:  # all buckets are cut by now
-            placing.tell(ex, self.offload.of if self.offload else {}, self.path)
+            placing.tell(ex, self.offload.of if self.offload else {}, self.path, self._room)
             self._told = True
         if self.offload is not None:
             self.offload.bring(b)
@@ -174,25 +201,25 @@ class Shards(Layout):
             self.offload.of[b.index].published()
 
     def apply(self, step: Callable[[], Any], ex: Exchange) -> Any:
-        mine = [piece for pieces in self.pieces.values() for piece in pieces if not isinstance(piece, AwayPiece)]
-        with torch.no_grad():
-            left = self.offload.begin(ex) if self.offload else []
-            for index, master in self.masters.items():
-                take_all(self.pieces[index], master)
-            for piece in (*mine, *left):
-                if piece.bucket.index not in self.masters:
-                    piece.take()
-        try:
-            if self.offload:
-                self.offload.wait()
-            with _holding(ex.optimizer, [*mine, *left]):
-                result = step()
-        finally:
-            for piece in (*mine, *left):
-                piece.param.grad = None
+        left: list[AwayPiece] = []
+        if self.offload:
+            with torch.no_grad():
+                left = self.offload.begin(ex)
+            self.offload.wait()
+        theirs = {piece.bucket.index for piece in left}
+        buckets = [x for i, x in self.pieces.items() if self.offload is None or i not in self.offload.of or i in theirs]
+        result = in_turns(step, ex.optimizer, buckets, self._take)
         if self.offload:
             self.offload.end(ex, left)
         return result
+
+    def _take(self, pieces: Sequence[Piece]) -> None:
+        """What the parameters and gradients of a bucket are now."""
+        if pieces and pieces[0].bucket.index in self.masters:
+            take_all(pieces, self.masters[pieces[0].bucket.index])
+        else:
+            for piece in pieces:
+                piece.take()
 
     # ------------------------------------------------------------------------------------------------ whole
 
@@ -209,7 +236,7 @@ class Shards(Layout):
         self.masters.clear()
         if self.offload is not None:
             self.offload.close()
-        self.offload = None
+        self.offload = self._places = None
 
     def settle(self, ex: Exchange) -> None:
         """Somebody looks at the state: what was stepped ahead of the user's word was not, and what is late is made."""
@@ -250,21 +277,3 @@ class Shards(Layout):
         self._coming = {}
         for b in ex.buckets:
             whole.take(b, self.pieces[b.index], ex.optimizer)
-
-
-@contextlib.contextmanager
-def _holding(optimizer: Optimizer, pieces: Sequence[Piece]) -> Iterator[None]:
-    """Inside, the optimizer's groups hold pieces in place of parameters."""
-    of: dict[int, list[Tensor]] = defaultdict(list)
-    for piece in pieces:
-        of[id(piece.slot.param)].append(piece.param)
-    groups, params = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
-    for group in groups:
-        group["params"] = [x for p in group["params"] for x in of[id(p)]]
-    optimizer.param_groups = [group for group in groups if group["params"]]
-    try:
-        yield
-    finally:
-        optimizer.param_groups = groups
-        for group, its in zip(groups, params, strict=True):
-            group["params"] = its

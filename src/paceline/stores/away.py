@@ -35,7 +35,7 @@ from paceline.bucket import Bucket, Slot
 from paceline.kernels import adam
 from paceline.shards.piece import Piece
 from paceline.stores import crew
-from paceline.stores.lanes import Lanes, Ring, at_once
+from paceline.stores.lanes import Give, Lanes, Ring, at_once
 from paceline.stores.params import Home
 from paceline.stores.vectors import Triple, Vectors
 
@@ -102,16 +102,15 @@ class AwayPiece(Piece):
         return self.away.handed
 
     def grad(self) -> Tensor:
-        self.away.wait()
-        return self.away.g[self.here] if self.away.handed else super().grad()
+        return self.away.grad(self) if self.away.handed else super().grad()
 
     def scale(self, factor: Tensor | float) -> None:
         if not isinstance(factor, Tensor) and factor == 0.0:  # of what is not finite too
-            self.away.take_back()
-            self.grad().zero_()
+            self.away.zero(self)
             self.away.norm_of[self] = torch.zeros_like(self.away.norm_of[self])
             self.factors.clear()
         else:
+            self.away.check_kept("a gradient is multiplied: clipped, or divided by a loss scale")
             self.factors.append(factor)
 
     def scaled(self, x: Tensor) -> None:
@@ -148,7 +147,8 @@ class Away:
     def __init__(self, b: Bucket, vectors: Vectors, lanes: Lanes, ring: Ring, line: crew.Line) -> None:
         self.bucket, self.vectors, self.lanes, self.ring, self.line = b, vectors, lanes, ring, line
         self.home: Home | None = None  # of this worker's slice of the parameters, if not the device
-        self.g = lanes.vector(vectors.n, b.flat.dtype, pin=True)
+        self.dtype = b.flat.dtype
+        self.g = self._memory()
         self.face = self.g  # [Note: face]
         self._left = False  # the last mean has
         self.norm_of: dict[AwayPiece, Tensor] = {}  # of g as it came
@@ -157,6 +157,7 @@ class Away:
         self._finite = lanes.vector(1, torch.float32, pin=True)  # a sum of norms, of which that can be seen
         self._job: Future[Made | None] | None = None
         self.asked = False  # the user has, for what the job does
+        self.yields = 0  # bytes on the device: room for others, who need it more
         self._known: Any = None  # of the parameters, as they were published
 
     @contextlib.contextmanager
@@ -179,13 +180,34 @@ class Away:
             self._came()
             self._came = None
 
-    def hand(self, mean: Tensor, guess: list[Wish] | None) -> None:
-        """This worker's slice of a mean leaves the device; with a guess, the host goes on with it."""
+    def _memory(self) -> Tensor:
+        """For gradients: they stay, so that a guess can be undone."""
+        return self.lanes.vector(self.vectors.n, self.dtype, pin=True)
+
+    def grad(self, piece: AwayPiece) -> Tensor:
+        """That of a piece."""
+        self.wait()
+        return self.g[piece.here]
+
+    def zero(self, piece: AwayPiece) -> None:
+        """... becomes zero."""
+        self.take_back()
+        self.grad(piece).zero_()
+
+    def check_kept(self, what: str) -> None:
+        """Is its gradient still here, for somebody who wants something of it?"""
+
+    def ready(self) -> None:
+        """What was made of the last gradient is over, and the next may come."""
         self.take_back()
         self.done()  # a late step reads the last one
         if self.home is not None:
             self.home.wait()
         self.wait()
+
+    def hand(self, mean: Tensor, guess: list[Wish] | None) -> None:
+        """This worker's slice of a mean leaves the device; with a guess, the host goes on with it."""
+        self.ready()
         norms = _norms([mean[piece.here] for piece in self.pieces]) or [mean.new_zeros((), dtype=torch.float32)]
         self.norm_of = dict(zip(self.pieces, norms, strict=False))
         self._came = self.lanes.out([(mean, self.g), (torch.stack(norms).sum(0, keepdim=True), self._finite)])
@@ -196,8 +218,10 @@ class Away:
         if guess:
             self._begin(guess, self._came, guess=True)
 
-    def back(self, part: Tensor) -> Tensor:
-        """The last mean with all that became of it, where `part` says so; which is itself if it has not left."""
+    def back(self, part: Tensor) -> Tensor | None:
+        """The last mean with all that became of it, where `part` says so; which is itself if it has not left. None: it
+        is zero.
+        """
         if not self._left:
             return part
         self._left = False  # the next one has not yet
@@ -253,30 +277,35 @@ class Away:
                 self.home.kept()
 
     def finish(self, optimizer: Optimizer) -> Tensor | None:
-        """... and its end: this worker's slice of the new parameters, on the device; None if its home is elsewhere."""
+        """... and its end: this worker's slice of the new parameters, if there was room for it on the device."""
         made = self._result()
         self._job, self.asked = None, False
         assert made is not None
         for wish in made.wishes:
             optimizer.state[wish.piece.param].update(step=torch.tensor(float(wish.t)), **wish.piece.moments)
-        if made.there is None:
-            return self.stepped()
-        self.lanes.arrive(made.there)
+        if made.there is not None:
+            self.lanes.arrive(made.there)
         return made.there
 
-    def stepped(self) -> Tensor | None:
-        """This worker's slice of the parameters as their masters are, on the device; None if its home is elsewhere."""
-        if self.home is None:
-            with self.vectors.at_hand(changed=False) as now:
-                return now.p.to(self.g.dtype, copy=True).to(self.bucket.device)
-        if self.home.touched:  # after a step that was late began: `follow`
-            self.home.drop()
-        elif self.home.drafted:
-            self.home.accept(self.line.crew)
+    def stepped(self) -> Tensor:
+        """This worker's slice of the parameters as their masters are, on the device."""
+        out, give = self.ring.take(self.vectors.n, self.dtype)
+        with self.vectors.at_hand(changed=False) as now:
+            out.copy_(now.p)
+        there, sent = self.lanes.back(out)
+        give(sent)
+        self.lanes.arrive(there)
+        return there
+
+    def go_home(self, home: Home) -> None:
+        """What was stepped becomes this worker's slice of the parameters, which is not on the device."""
+        if home.touched:  # after a step that was late began: `follow`
+            home.drop()
+        elif home.drafted:
+            home.accept(self.line.crew)
         else:
             with self.vectors.at_hand(changed=False) as now:
-                self.home.follow(now.p, self.line.crew)
-        return None
+                home.follow(now.p, self.line.crew)
 
     def take_back(self) -> None:
         """What was stepped on a guess, and that nobody has asked for, was not."""
@@ -302,6 +331,7 @@ class Away:
         try:
             came()
             if guess and not bool(self._finite.isfinite()):
+                self._let_go()
                 job.set_result(None)  # nothing would bring the moments back; and the step will hardly be made
                 return
             with contextlib.ExitStack() as held:
@@ -314,6 +344,7 @@ class Away:
                 work = self._work(adam.stepping, wishes, now, *([out] if out is not None else []))
                 until_done = held.pop_all()
         except BaseException as error:
+            self._let_go()
             job.set_exception(error)
             return
 
@@ -324,6 +355,7 @@ class Away:
                     raise error
                 job.set_result(Made(wishes, keep()))
             except BaseException as error:
+                self._let_go()
                 job.set_exception(error)
 
         self.line.crew.spread(self.vectors.n, work, then)
@@ -331,18 +363,26 @@ class Away:
     def _room(self) -> tuple[Tensor | None, Callable[[], Tensor | None]]:
         """For the new parameters, and what becomes of them: those on the device are given."""
         if self.home is None:
-            out, give = self.ring.take(self.vectors.n, self.g.dtype)
+            out, give = self._out()
             return out, lambda: self._send_back(out, give)
         draft = self.home.draft()
         return draft, lambda: self._keep(draft)
 
     def _keep(self, draft: Tensor | None) -> None:
+        self._let_go()
         if self.home is not None and draft is not None:
             self.home.keep(draft)
 
-    def _send_back(self, out: Tensor, give: Callable[[Callable[[], None]], None]) -> Tensor | None:
+    def _out(self) -> tuple[Tensor, Give]:
+        """Where the new parameters are written, and how that is given back."""
+        return self.ring.take(self.vectors.n, self.dtype)
+
+    def _let_go(self) -> None:
+        """The gradient is not needed any more."""
+
+    def _send_back(self, out: Tensor, give: Give) -> Tensor | None:
         there, sent = None, at_once
-        if self.lanes.room():
+        if self.lanes.room(self.yields):
             with contextlib.suppress(torch.OutOfMemoryError):  # later, then: see `finish`
                 there, sent = self.lanes.back(out)
         give(sent)
@@ -391,8 +431,7 @@ class Away:
         with self.at_hand(changed=True):
             for piece in self.pieces:
                 piece.follow()
-        if self.home is not None:
-            self.home.touched = False
+        self.published()
 
 
 def _runs(places: Iterable[slice]) -> Iterator[tuple[int, int]]:

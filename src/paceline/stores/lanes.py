@@ -8,16 +8,20 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Callable, Iterator
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from paceline.errors import StoreError
 from paceline.stores.crew import PATIENCE_S
 
+RING = 4  # vectors: one that comes, one that is stepped, one that goes, one to spare
 _PAGE = mmap.PAGESIZE
-_SPARE = 16  # of the device's memory one part in so many
+_SPARE, CLAIMED = 16, 32  # of the device's memory one part in so many; where it is counted what goes there
+
+Give = Callable[[Callable[[], None]], None]  # back, with a wait before which it must not be written again
 
 
 class Lanes:
@@ -26,6 +30,7 @@ class Lanes:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.cuda = device.type == "cuda"
+        self.spare = _SPARE
         self._out: Any = torch.cuda.Stream(device) if self.cuda else None
         self._back: Any = torch.cuda.Stream(device) if self.cuda else None
 
@@ -64,13 +69,15 @@ class Lanes:
 
         return arrive, event.synchronize
 
-    def room(self) -> bool:
-        """Is there enough left on the device for what need not be there yet? The rest is for who computes."""
+    def room(self, others: int = 0) -> bool:
+        """Is there enough left on the device for what need not be there yet? The rest is for who computes, and so many
+        bytes for others.
+        """
         if not self.cuda:
             return True
         free, total = torch.cuda.mem_get_info(self.device)
         cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return free + cached > total // _SPARE
+        return free + cached - others > total // self.spare
 
     def arrive(self, *theres: Tensor) -> None:
         """What was sent back so far may be used by what is launched from now on."""
@@ -132,15 +139,22 @@ def at_once() -> None:
 class Ring:
     """A few pinned vectors that take turns: each is handed out again when the copy that reads it has ended."""
 
-    def __init__(self, lanes: Lanes, count: int) -> None:
+    def __init__(self, lanes: Lanes, count: int = RING) -> None:
         self._lanes = lanes
         self._free: SimpleQueue[tuple[Tensor, Callable[[], None]]] = SimpleQueue()
         for _ in range(count):
             self._free.put((torch.empty(0, dtype=torch.uint8), at_once))
 
-    def take(self, n: int, dtype: torch.dtype) -> tuple[Tensor, Callable[[Callable[[], None]], None]]:
-        """A vector, and how to give it back: with a wait, before which it must not be written again."""
-        x, wait = self._free.get(timeout=PATIENCE_S)
+    def take(self, n: int, dtype: torch.dtype) -> tuple[Tensor, Give]:
+        """A vector, and how to give it back."""
+        try:
+            x, wait = self._free.get(timeout=PATIENCE_S)
+        except Empty:
+            raise StoreError(
+                f"no vector came back from the host in {PATIENCE_S:.0f} s",
+                why="the host's memory is swapped out, or a disk does not answer",
+                do="look at the machine; keep less of the state there",
+            ) from None
         wait()
         if x.nbytes < n * dtype.itemsize:
             x = self._lanes.vector(n * dtype.itemsize, torch.uint8, pin=True)

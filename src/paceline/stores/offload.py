@@ -21,24 +21,23 @@ from paceline.stores.away import Away, AwayPiece, Groups
 from paceline.stores.cpu import InMemory
 from paceline.stores.crew import Crew, Line
 from paceline.stores.disk import Disk
-from paceline.stores.lanes import Lanes, Ring
+from paceline.stores.lanes import CLAIMED, Lanes, Ring
 from paceline.stores.nvme import Pool
+from paceline.stores.passing import Passing
 from paceline.stores.vectors import Vectors
 
 if TYPE_CHECKING:
     from paceline.exchange import Exchange
 
-_RING = 4
 
-
-def check_for_disk(name: str, optimizer: Optimizer) -> None:
-    """Refuse for the layout `name` an optimizer whose state cannot be on disk."""
+def check_steps(knob: str, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that must step by itself, where a knob wants it to be done here: on disk, or at once."""
     dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
     if any(how is None for how in _hows(optimizer)) or not all(map(stepped_in_fp32, dtypes)):
         raise MethodError(
-            f"{name} with store=nvme does not go together with this optimizer, {type(optimizer).__name__}",
-            why="what is on disk is stepped here: Adam and AdamW in fp32, without amsgrad",
-            do="use one of these, or store=cpu, where any elementwise optimizer may step",
+            f"{knob} does not go together with this optimizer, {type(optimizer).__name__}",
+            why="what is on disk, or stepped as gradients come, is stepped here: Adam and AdamW in fp32, no amsgrad",
+            do="use one of these, or store=cpu and undo=True, where any elementwise optimizer may step",
         )
 
 
@@ -58,15 +57,17 @@ def _hows(optimizer: Optimizer) -> list[adam.Adam | None]:
 class Offload:
     """[Note: away] in away.py."""
 
-    def __init__(self, device: torch.device, *, guess: bool, late: bool, threads: int) -> None:
+    def __init__(self, device: torch.device, *, guess: bool, undo: bool, late: bool, threads: int) -> None:
         self.lanes, crew = Lanes(device), Crew(threads)
-        self.ring = Ring(self.lanes, _RING)
+        self.ring = Ring(self.lanes)
         self.pool: Pool | None = None  # of those on disk
         self._lines = {on_disk: Line(crew) for on_disk in (False, True)}
         self.of: dict[int, Away] = {}  # by bucket
-        self.new: dict[int, Tensor] = {}  # ... its parameters after a step, until they are published
+        self.new: dict[int, Tensor | None] = {}  # ... its parameters after a step, until `take_new`; None: not yet here
         self.late = late  # [Note: late]
         self.guess = self.trusts = guess and not late
+        self.undo = undo  # else [Note: passing]
+        self._yields = 0  # Away.yields, of those in memory
         self._seen: Any = None  # the optimizer's groups, and of which of them each parameter is
         self._group_of: dict[int, int] = {}
 
@@ -77,8 +78,16 @@ class Offload:
             vectors: Vectors = self.pool.add(n)
         else:
             vectors = InMemory(self.lanes, n, torch.promote_types(b.flat.dtype, torch.float32))
-        away = self.of[b.index] = Away(b, vectors, self.lanes, self.ring, self._lines[on_disk])
+        kind = Away if self.undo else Passing
+        away = self.of[b.index] = kind(b, vectors, self.lanes, self.ring, self._lines[on_disk])
+        away.yields = 0 if on_disk else self._yields
         return away
+
+    def claim(self, for_disk: int) -> None:
+        """What lies where was chosen by the room there is: new parameters may use it, those from disk so many bytes
+        before the others.
+        """
+        self.lanes.spare, self._yields = CLAIMED, for_disk
 
     def open_disk(self, folder: Path, size: float, rank: int) -> None:
         """For those that are not to be in memory: about `size` bytes, with the worker's number in the file's name."""
@@ -92,11 +101,26 @@ class Offload:
         """What is kept of a mean leaves the device, unless something is still to become of it there."""
         if self.pool is not None:
             self.pool.start()
+        if not self.undo:
+            self._look_ahead(b, ex)
         if b.index in self.of and b.aside is None and ex.loss_scale() is None:
             away = self.of[b.index]
             sure = all(piece.slot.arrived for piece in away.pieces)
             guess = away.wishes(ex.optimizer, self._groups(ex.optimizer)) if self.trusts and sure else None
             away.hand(b.kept, guess)
+
+    def _look_ahead(self, b: Bucket, ex: Exchange) -> None:
+        """What could be put right later, if gradients were kept, is looked for before the first of them goes."""
+        if ex.loss_scale() is not None:
+            raise MethodError(
+                "undo=False does not go together with a GradScaler",
+                why="gradients are stepped as they come, and a loss scale is known to be right only after the last",
+                do="use undo=True, or train in bf16 without a scaler",
+            )
+        if b.index == min(self.of, default=None):
+            for away in self.of.values():
+                away.ready()
+            self._follow()
 
     def bring(self, b: Bucket) -> None:
         """What a mean will be added to comes back: [Note: face]."""
@@ -114,12 +138,12 @@ class Offload:
 
     def begin(self, ex: Exchange) -> list[AwayPiece]:
         """The user's step, for what is stepped here. Gives the pieces that the optimizer must step itself."""
-        if self.pool is not None:
-            check_for_disk(ex.method.layout.name, ex.optimizer)
+        if self.pool is not None or not self.undo:
+            check_steps("store=nvme" if self.pool is not None else "undo=False", ex.optimizer)
         self.land(ex)
         self._follow()
         scales, skip = self._scales(), _found_inf(ex.optimizer)
-        self.trusts = self.guess and all(scale == 1.0 for scale in scales.values())
+        self.trusts = self.guess and (not self.undo or all(scale == 1.0 for scale in scales.values()))
         left: list[AwayPiece] = []
         groups = self._groups(ex.optimizer)
         for away in self.of.values():
@@ -150,7 +174,7 @@ class Offload:
                 if mine.any():
                     away.follow()
                     if index in self.new:  # late, and from before
-                        self._stepped(index, away.stepped())
+                        self.new[index] = away.stepped()
 
     def _scales(self) -> dict[AwayPiece, float]:
         """By what each gradient is to be multiplied: the device is asked once."""
@@ -171,13 +195,15 @@ class Offload:
         by_itself = {id(piece.away) for piece in left}
         for index, away in reversed(self.of.items()):  # what the next forward begins with first
             if id(away) in by_itself:
-                self._stepped(index, away.stepped())
+                self._stepped(index, away, None)
             elif not self.late:
-                self._stepped(index, away.finish(ex.optimizer))
+                self._stepped(index, away, away.finish(ex.optimizer))
 
-    def _stepped(self, index: int, new: Tensor | None) -> None:
-        if new is not None:
-            self.new[index] = new
+    def _stepped(self, index: int, away: Away, there: Tensor | None) -> None:
+        if away.home is not None:
+            away.go_home(away.home)
+        else:
+            self.new[index] = there
 
     def land(self, ex: Exchange) -> None:
         """A step that is late has been made."""
@@ -185,7 +211,15 @@ class Offload:
         for away in asked.values():
             away.done()
         for index, away in asked.items():
-            self._stepped(index, away.finish(ex.optimizer))
+            there = away.finish(ex.optimizer)
+            if there is None and away.home is None:
+                there = away.stepped()  # the next step begins before it is taken
+            self._stepped(index, away, there)
+
+    def take_new(self, index: int) -> Tensor:
+        """The new parameters of a bucket, on the device. Those that had no room there come now, one after the other."""
+        there = self.new.pop(index)
+        return self.of[index].stepped() if there is None else there
 
     def take_back(self) -> None:
         """Before somebody looks at the state."""
