@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
+from paceline.plan import memory
 from paceline.plan.memory import LAYOUTS, MOMENTS, STORES, USABLE, WIDTH, Bytes, Job, Row, best, parts, rows
 from paceline.plan.model import GPT, model, size
+from paceline.settings import Settings
+from paceline.shards import piece, turns
+from paceline.stores import choosing, placing
 
 GIB = 2**30
 MEASURED = Path(__file__).parents[2] / "bench" / "results" / "offload_gpu.json"
@@ -107,13 +112,14 @@ def test_advice_keeps_off_the_disk_and_then_off_the_host():
 
     assert advised(140, 500, 500) == ("replicated", "device")
     assert advised(70, 500, 500) == ("zero1", "device")
-    assert advised(40, 500, 500) == ("zero3", "device")
-    assert advised(30, 500, 500) == ("zero1", "fractional")
-    assert advised(30, 6, 500) == ("zero3", "fractional"), "zero1 and zero2 would need the disk"
+    assert advised(40, 500, 500) == ("zero2", "device")
+    assert advised(36, 500, 500) == ("zero3", "device")
+    assert advised(28, 500, 500) == ("zero1", "fractional")
+    assert advised(28, 6, 500) == ("zero3", "fractional"), "zero1 and zero2 would need the disk"
     assert advised(8, 500, 500) == ("zero3", "fractional")
     assert advised(8, 8, 500) == ("zero3", "fractional")
-    assert advised(8, 4, 500) is None, "gradients go to the host"
-    assert advised(4, 4, 500) is None
+    assert advised(8, 3, 500) is None, "gradients go to the host"
+    assert advised(3, 4, 500) is None
 
 
 def test_gpt2_has_as_many_parameters_as_gpt2():
@@ -143,18 +149,54 @@ PROCESS = 1.2 * GIB  # of host memory, for torch and CUDA
         ("1.4B batch 32 cpu", 24, 2048, 32),
         ("6.9B batch 8 cpu", 32, 4096, 8),
         ('13B batch 8 cpu {"device_gb": 60}', 40, 5120, 8),
+        ("1.4B batch 8 auto", 24, 2048, 8),
+        ('1.4B batch 8 cpu {"undo": false}', 24, 2048, 8),
+        ('13B batch 8 auto {"path": "FOLDER"}', 40, 5120, 8),
     ],
 )
 def test_within_five_percent_of_what_was_measured(case, layers, width, batch):
     """On one H200, with a GPT whose head is not tied to its embedding: bench/offload_gpu.py."""
-    [seen] = [c for c in json.loads(MEASURED.read_text())["cases"] if c["case"] == case]
-    activations = GPT(layers, width, 50304, 1024).activations(batch, checkpointing=True)
-    job = Job(parameters=seen["parameters"], largest=50304 * width, activations=activations)
-    kept = json.loads(seen["knobs"]).get("device_gb", 0) * 1e9 / 12
-    state = {"device": Bytes(job.parameters), "cpu": Bytes(int(kept), job.parameters - int(kept))}[seen["how"]]
+    seen = next((c for c in json.loads(MEASURED.read_text())["cases"] if c["case"] == case), None)
+    if seen is None or ("state_gb" not in seen and (seen["knobs"] != "{}" or seen["how"] == "device")):
+        pytest.skip("not measured since a step on the device is made in turns")
+    knobs = json.loads(seen["knobs"])
+    job = Job(
+        parameters=seen["parameters"],
+        largest=50304 * width,
+        inner=4 * width**2,
+        activations=GPT(layers, width, 50304, 1024).activations(batch, checkpointing=True),
+        undo=knobs.get("undo", True),
+    )
+    device = min(round(seen.get("state_gb", {"device": 0.0})["device"] * 1e9 / 12), job.parameters)
+    state = Bytes(device, job.parameters - device)
     total = Row("zero2", seen["how"], parts(job, "zero2", job.parameters, state), Bytes()).total
     assert total.device / GIB == pytest.approx(seen["gpu_gib"], rel=0.05)
     assert (total.host + PROCESS) / GIB == pytest.approx(seen["host_gib"], rel=0.05)
+
+
+def test_the_plan_counts_as_the_engine_does():
+    assert (memory.TURN, memory.STRETCH) == (turns.AT_ONCE, piece.STRETCH)
+    assert memory.USABLE == choosing.USABLE
+    assert memory.LARGEST == placing._BUCKET == Settings().bucket_bytes(slow_link=False)
+
+
+def test_twenty_billion_on_one_h200():
+    """139 GiB there, 125 GiB of the host's memory and 58 GB of disk: without gradients that are kept it fits."""
+    gpt = GPT(44, 6144, 50304, 1024)
+    shape = model("gpt:44,6144,50304,1024")
+    job = Job(
+        parameters=shape.parameters + shape.largest,  # a head of its own
+        largest=shape.largest,
+        inner=shape.inner,
+        activations=gpt.activations(8, checkpointing=True),
+    )
+    room = Bytes(139 * GIB, 125 * GIB, 58 * 10**9)
+    assert best(rows(job, room)) is None
+    row = best(rows(replace(job, undo=False), room))
+    assert row is not None
+    assert row.parts["gradients"].host == 0
+    assert 0 < row.total.disk < room.disk
+    assert row.parts["staged"].host < 12 * 10**9
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,6 +66,7 @@ def plan(
     job = Job(
         parameters=what.parameters,
         largest=what.largest,
+        inner=what.inner,
         workers=workers,
         dtype=dtype,
         optimizer=optimizer,
@@ -75,6 +76,12 @@ def plan(
     room, notes = _room(device, host, disk, folder, each)
     found = arithmetic.rows(job, room, layouts, stores)
     advice = arithmetic.best(found)
+    if advice is None:  # gradients that only pass through take less
+        passing = replace(job, undo=False)
+        rows = arithmetic.rows(passing, room, layouts, stores)
+        if (advice := arithmetic.best(rows)) is not None:
+            job, found = passing, rows
+            notes.append("With undo=False: gradients are not kept on the host, see docs/offload.md.")
     if as_json:
         print(json.dumps(_document(job, room, found, advice)))
     else:
@@ -116,9 +123,9 @@ def _room(device: str | None, host: str | None, disk: str | None, folder: Path, 
 
 
 def _free_memory() -> int:
-    import psutil
+    from paceline.stores.choosing import free_memory
 
-    return int(psutil.virtual_memory().available)
+    return free_memory()
 
 
 def _free_device() -> int | None:
@@ -171,7 +178,8 @@ def _show(
         console.print(Text.assemble("Take ", (f"{advice.layout}, store {advice.store}", "bold"), ". On each worker:"))
         console.print(_where(advice))
         console.print()
-        console.print(Text(f"paceline run --method {_options(advice)} ...", style="cyan"))
+        passing = "" if job.undo or advice.store == "device" else " --set undo=False"
+        console.print(Text(f"paceline run --method {_options(advice)}{passing} ...", style="cyan"))
     else:
         console.print(Text("None of them fits: more workers, a smaller batch, or a larger disk.", style="bold red"))
     notes = [*notes, *([] if job.activations else ["Without activations: give --batch or --activations."])]

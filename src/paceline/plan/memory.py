@@ -10,10 +10,11 @@ A worker of W holds, for each of P parameters of s bytes (s = 2: bf16 or fp16, 4
 
 k is the optimizer's: 2 for adamw, 1 for momentum, 0 for sgd; a master is kept of 16-bit parameters only. The store says
 where master and moments lie: on the device, on the host (`cpu`), on disk (`nvme`), or `fractional`: what fits on the
-device, then what fits on the host, the rest on disk. Where they are not on the device gradients go to the host too.
+device, then what fits on the host, the rest on disk. Where they are not on the device gradients go to the host too, and
+stay there until the step, unless they only pass through (undo=False).
 
-[Note: one place for both] Activations are gone when the step is made. So they and what a step needs (gradients, in fp32
-for the masters on the device; new parameters that come from the host) have one place: the larger of the two counts.
+[Note: one place for both] Activations are gone when the step is made. So they and what a step needs (gradients, a turn
+of them in fp32 for masters on the device; new parameters from the host) have one place: the larger of the two counts.
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ MOMENTS = {"adamw": 2, "momentum": 1, "sgd": 0}  # numbers an optimizer remember
 LAYOUTS = ("replicated", "zero1", "zero2", "zero3")
 STORES = ("device", "fractional", "cpu", "nvme")
 USABLE = 0.95  # of what there is: allocators leave gaps
-SMALLEST = 1 << 20  # bytes of a bucket, which is a BUCKETS-th of the model else
+SMALLEST, LARGEST = 1 << 20, 25 << 20  # bytes of a bucket, which is a BUCKETS-th of the model else
 BUCKETS = 32
+TURN = 1 << 30  # bytes of gradients in fp32 at a time: [Note: in turns], shards/turns.py
+STRETCH = 1 << 25  # elements whose masters are compared with their parameters at a time
 
 # Whole buckets on the device at a time: none that is not a gradient anyway; the one whose parameters are gathered; the
 # one being filled and the one on its way; the parameters in use and next, and the gradients of both.
 _ON_THE_WAY = {"replicated": 0, "zero1": 1, "zero2": 2, "zero3": 4}
 # Stretches of the size of a bucket on the host: one that comes, one that is stepped, one that goes, one to spare.
 _STAGED = 4
-_MASTERS = 11  # bytes an element while a bucket's masters are compared with its parameters
 
 
 class Bytes(NamedTuple):
@@ -49,14 +51,18 @@ class Bytes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is trained, and by how many. largest: elements of the largest parameter; activations: bytes a worker."""
+    """What is trained, and by how many. largest: elements of the largest parameter; inner: ... that is no embedding,
+    which are stepped first and last; activations: bytes a worker.
+    """
 
     parameters: int
     largest: int = 0
+    inner: int = 0
     workers: int = 1
     dtype: str = "bf16"
     optimizer: str = "adamw"
     activations: int = 0
+    undo: bool = True
 
     @property
     def s(self) -> int:
@@ -70,7 +76,16 @@ class Job:
     @property
     def bucket(self) -> int:
         """Elements: a bucket is not smaller than the largest parameter, which is not cut."""
-        return min(self.parameters, max(self.parameters // BUCKETS, SMALLEST // self.s, self.largest))
+        return self._bucket(self.largest)
+
+    @property
+    def inner_bucket(self) -> int:
+        """... without the embeddings."""
+        return self._bucket(self.inner or self.largest)
+
+    def _bucket(self, largest: int) -> int:
+        usual = min(max(self.parameters * self.s // BUCKETS, SMALLEST), LARGEST) // self.s
+        return min(self.parameters, max(usual, largest))
 
 
 @dataclass(frozen=True)
@@ -128,26 +143,35 @@ def parts(job: Job, layout: str, owned: int, state: Bytes) -> dict[str, Bytes]:
     """What lies where at the worst moment. state: of how many parameters master and moments lie in which place."""
     away, shared = owned - state.device, layout in ("zero2", "zero3")
     masters = state.device if job.s < 4 and layout != "replicated" else 0
+    bucket, inner = (-(-n * owned // job.parameters) for n in (job.bucket, job.inner_bucket))
+    if not (state.device or state.host):
+        inner = bucket  # all are on disk, embeddings too
     # [Note: one place for both]
     gradients, wide, new = _above(
         job.activations,
         job.s * (state.device if shared else job.parameters),
-        4 * masters + (_MASTERS * min(job.bucket * owned // job.parameters, masters) if masters else 0),
+        _in_fp32(masters, bucket, job.s),
         job.s * away,
     )
-    staged = min(_STAGED * -(-job.bucket * owned // job.parameters), owned) if away else 0
+    ring, buffers = (min(_STAGED * bucket, away), min(_STAGED * inner, state.disk))
     moments = 4 * MOMENTS[job.optimizer]
     return {
         "parameters": Bytes(device=job.s * (owned if layout == "zero3" else job.parameters)),
         "activations": Bytes(device=job.activations),
-        "gradients": Bytes(gradients, job.s * away),
+        "gradients": Bytes(gradients, job.s * away if job.undo else 0),
         "step in fp32": Bytes(device=wide),
         "new parameters": Bytes(device=new),
         "on the way": Bytes(device=_ON_THE_WAY[layout] * job.s * job.bucket if job.workers > 1 else 0),
         "master": Bytes(*((job.state - moments) * n for n in state)),
         "moments": Bytes(*(moments * n for n in state)),
-        "staged": Bytes(host=staged * (job.s + (job.state if state.disk else 0))),
+        "staged": Bytes(host=ring * job.s + buffers * job.state),
     }
+
+
+def _in_fp32(masters: int, bucket: int, s: int) -> int:
+    """A turn of gradients, and what it takes to compare the masters of a bucket with its parameters."""
+    n = min(masters, bucket)
+    return min(4 * masters, max(TURN, 4 * n)) + s * n + (5 + 2 * s) * min(n, STRETCH)
 
 
 def _above(place: int, *sizes: int) -> list[int]:
@@ -168,10 +192,18 @@ def _placed(job: Job, room: Bytes, layout: str, store: str, owned: int) -> Bytes
     if store == "nvme":
         return Bytes(disk=owned)
 
+    with_room = _filled(job, room, layout, owned, ahead=True)
+    return with_room if with_room.disk == 0 else _filled(job, room, layout, owned, ahead=False)
+
+
+def _filled(job: Job, room: Bytes, layout: str, owned: int, *, ahead: bool) -> Bytes:
+    """`fractional`. ahead: there is room on the device for the new parameters; they come later otherwise."""
+
     def used(*state: int) -> Bytes:
         held = parts(job, layout, owned, Bytes(*state))
-        del held["new parameters"]  # they come later where there is no room
-        return Row(layout, store, held, Bytes()).total
+        if not ahead:
+            del held["new parameters"]
+        return Row(layout, "", held, Bytes()).total
 
     device = _most(owned, lambda n: used(n).device <= room.device)
     away = owned - device

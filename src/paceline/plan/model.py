@@ -17,10 +17,11 @@ _SIZES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """largest: elements of its largest parameter, which no bucket cuts."""
+    """largest: elements of its largest parameter, which no bucket cuts; inner: ... between embedding and head."""
 
     parameters: int
     largest: int = 0
+    inner: int = 0
     gpt: GPT | None = None
 
 
@@ -61,8 +62,13 @@ def model(text: str) -> Model:
                 do="for example --model gpt:12,768,50257,1024, which is GPT-2",
             )
         gpt = GPT(*map(int, numbers))
-        widest = max(gpt.vocab, gpt.sequence, 4 * gpt.width)
-        return Model(parameters=gpt.parameters, largest=widest * gpt.width, gpt=gpt)
+        inner = 4 * gpt.width**2
+        return Model(
+            parameters=gpt.parameters,
+            largest=max(gpt.vocab * gpt.width, gpt.sequence * gpt.width, inner),
+            inner=inner,
+            gpt=gpt,
+        )
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text, re.ASCII | re.IGNORECASE)
     parameters = round(float(found[1]) * _COUNTS[found[2].upper()]) if found else 0
     if not 1 <= parameters <= 10**15:
