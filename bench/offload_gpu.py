@@ -1,18 +1,21 @@
 """One GPU, a model whose optimizer state is in the host's memory: seconds a step, beside all of it on the GPU.
 
     python bench/offload_gpu.py --out bench/results/offload_gpu.json
+    python bench/offload_gpu.py --out bench/results/offload_gpu.json --rows 20B,13B-auto --folder /scratch
 
-A GPT in bf16 with activation checkpointing, sequences of 1024. Every case is a process of its own: some take most of
-the machine. `device` and `cpu` are zero2 with that store: fp32 masters and moments all on the GPU, or none but
-`device_gb`. `plain` is a loop without Paceline, its weights and moments in bf16 with no master; `fsdp2` is torch's
-FSDP2 with its CPU offload. The losses of the first steps are kept: all start from the same weights and see the same
-data.
+A GPT in bf16 with activation checkpointing, sequences of 1024. Every case is a process of its own, with a time limit of
+its own: some take most of the machine. Each is written as it ends, in the place of an earlier one of that name.
+`device`, `cpu`, `nvme` and `auto` are zero2 with that store; `cpu` keeps nothing on the GPU but `device_gb`, `auto`
+chooses, and `nvme` and `auto` may use the disk under --folder, where the knobs say FOLDER. `plain` is a loop without
+Paceline, its weights and moments in bf16 with no master; `fsdp2` is torch's FSDP2 with its CPU offload. The losses of
+the first steps are kept: all start from the same weights and see the same data.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import statistics
@@ -45,25 +48,34 @@ class Case:
     batch: int
     how: str
     knobs: str = "{}"
+    steps: int = 5
+    warmup: int = 3
+    limit_s: float = 240.0
 
     def name(self) -> str:
         return f"{self.size} batch {self.batch} {self.how} {self.knobs if self.knobs != '{}' else ''}".strip()
 
 
-CASES = [
-    Case("1.4B", 8, "device"),
-    Case("1.4B", 8, "cpu"),
-    Case("1.4B", 8, "cpu", '{"device_gb": 2.5}'),
-    Case("1.4B", 8, "cpu", '{"device_gb": 40}'),
-    Case("1.4B", 8, "plain"),
-    Case("1.4B", 8, "fsdp2"),
-    Case("1.4B", 32, "device"),
-    Case("1.4B", 32, "cpu"),
-    Case("1.4B", 32, "cpu", '{"device_gb": 2.5}'),
-    Case("6.9B", 8, "cpu"),
-    Case("6.9B", 8, "cpu", '{"device_gb": 60}'),
-    Case("13B", 8, "cpu", '{"device_gb": 60}'),
-]
+CASES = {  # by what --rows calls them
+    "1.4B-device": Case("1.4B", 8, "device"),
+    "1.4B-auto": Case("1.4B", 8, "auto"),
+    "1.4B-cpu": Case("1.4B", 8, "cpu"),
+    "1.4B-late": Case("1.4B", 8, "cpu", '{"late": true}'),
+    "1.4B-passing": Case("1.4B", 8, "cpu", '{"undo": false}'),
+    "1.4B-nvme": Case("1.4B", 8, "nvme", '{"path": "FOLDER"}', steps=3),
+    "1.4B-part": Case("1.4B", 8, "cpu", '{"device_gb": 2.5}'),
+    "1.4B-all": Case("1.4B", 8, "cpu", '{"device_gb": 40}'),
+    "1.4B-plain": Case("1.4B", 8, "plain"),
+    "1.4B-fsdp2": Case("1.4B", 8, "fsdp2"),
+    "1.4B-32-device": Case("1.4B", 32, "device"),
+    "1.4B-32-cpu": Case("1.4B", 32, "cpu"),
+    "1.4B-32-part": Case("1.4B", 32, "cpu", '{"device_gb": 2.5}'),
+    "6.9B-cpu": Case("6.9B", 8, "cpu"),
+    "6.9B-part": Case("6.9B", 8, "cpu", '{"device_gb": 60}'),
+    "13B-part": Case("13B", 8, "cpu", '{"device_gb": 60}'),
+    "13B-auto": Case("13B", 8, "auto", '{"path": "FOLDER"}'),
+    "20B": Case("20B", 8, "auto", '{"path": "FOLDER", "undo": false}', steps=2, warmup=1, limit_s=480.0),
+}
 
 
 class Block(nn.Module):
@@ -117,7 +129,7 @@ def build(size: str) -> GPT:
     return model
 
 
-def prepared(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
+def prepared(case: Case, folder: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = build(case.size)
     if case.how == "fsdp2":
         return _fsdp2(model)
@@ -126,7 +138,8 @@ def prepared(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
     import paceline
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    model, optimizer = paceline.prepare(model, optimizer, method="zero2", store=case.how, **json.loads(case.knobs))
+    knobs = {key: folder if value == "FOLDER" else value for key, value in json.loads(case.knobs).items()}
+    model, optimizer = paceline.prepare(model, optimizer, method="zero2", store=case.how, **knobs)
     return model, optimizer
 
 
@@ -147,12 +160,12 @@ def _fsdp2(model: GPT) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def measure(case: Case, steps: int, warmup: int) -> dict[str, Any]:
+def measure(case: Case, folder: str) -> dict[str, Any]:
     began = time.perf_counter()
-    model, optimizer = prepared(case)
+    model, optimizer = prepared(case, folder)
     generator = torch.Generator("cuda").manual_seed(1)
     losses, took = [], []
-    for step in range(warmup + steps):
+    for step in range(case.warmup + case.steps):
         tokens = torch.randint(VOCABULARY // 64, (case.batch, SEQUENCE + 1), device="cuda", generator=generator)
         torch.cuda.synchronize()
         if step == 1:
@@ -167,56 +180,90 @@ def measure(case: Case, steps: int, warmup: int) -> dict[str, Any]:
         took.append(time.perf_counter() - start)
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
-        "step_s": round(statistics.median(took[warmup:]), 4),
+        "step_s": round(statistics.median(took[case.warmup :]), 4),
         "steps_s": [round(t, 4) for t in took],
         "first_step_after_s": round(ready, 1),
         "gpu_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "host_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
         "losses": [round(x, 4) for x in losses],
+        "state_gb": _where(optimizer),
     }
 
 
-def run(case: Case, args: argparse.Namespace) -> dict[str, Any]:
-    """In a process of its own."""
-    command = [sys.executable, __file__, "--one", json.dumps(vars(case)), "--steps", str(args.steps)]
+def _where(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """GB of the optimizer's state in each place, where Paceline has it."""
+    from paceline import api
+    from paceline.shards.pieces import Shards
+    from paceline.stores.nvme import OnDisk
+
+    engine = api._session.engines.get(id(optimizer)) if api._session else None
+    if engine is None or not isinstance(layout := engine.method.layout, Shards):
+        return {}
+    places = {"device": 0, "host": 0, "disk": 0}
+    for b in engine.buckets:
+        away = layout.offload.of.get(b.index) if layout.offload else None
+        places["device" if away is None else "disk" if isinstance(away.vectors, OnDisk) else "host"] += 12 * b.n
+    return {place: round(n / 1e9, 2) for place, n in places.items()}
+
+
+def run(case: Case, folder: str, limit_s: float) -> dict[str, Any]:
+    """In a process of its own. The end of what it said goes along: what lies where, or why it failed."""
+    command = [sys.executable, __file__, "--one", json.dumps(vars(case)), "--folder", folder]
+    env = os.environ | {
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"
+    }  # some fill the GPU, and gaps would not do
+    row = {"case": case.name(), **vars(case)}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=args.patience)
-    except subprocess.TimeoutExpired:
-        return {"case": case.name(), **vars(case), "error": f"more than {args.patience} s"}
-    last = (done.stdout.strip().splitlines() or [""])[-1]
-    found = json.loads(last) if done.returncode == 0 else {"error": done.stderr.strip()[-1500:]}
-    return {"case": case.name(), **vars(case), **found}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=env)
+    except subprocess.TimeoutExpired as late:
+        said = (late.stderr or b"").decode(errors="replace").strip()
+        return row | {"error": f"more than {limit_s:.0f} s; {said[-1000:]}"}
+    if done.returncode != 0:
+        return row | {"error": done.stderr.strip()[-1500:]}
+    said = [line for line in done.stderr.splitlines() if line.startswith("paceline: optimizer state")]
+    return row | json.loads(done.stdout.strip().splitlines()[-1]) | ({"said": said[0]} if said else {})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--rows", default=",".join(CASES), help=f"some of {', '.join(CASES)}")
     parser.add_argument(
-        "--case", action="append", default=[], help='as JSON: {"size": "1.4B", "batch": 8, "how": "cpu"}'
+        "--case", action="append", default=[], help='another, as JSON: {"size": "1.4B", "batch": 8, "how": "cpu"}'
     )
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--patience", type=float, default=240.0, help="seconds for one case")
+    parser.add_argument("--folder", default=".", help="on a local disk, for state that is there")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds for all of them")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(Case(**json.loads(args.one)), args.steps, args.warmup)))
+        print(json.dumps(measure(Case(**json.loads(args.one)), args.folder)))
         return
     from paceline.files import write
     from paceline.race import result
 
-    known = json.loads(args.out.read_text())["cases"] if args.out and args.out.exists() else []
-    for case in [Case(**json.loads(text)) for text in args.case] or CASES:
-        row = run(case, args)
+    names = [name for name in args.rows.split(",") if name] if not args.case else []
+    if unknown := [name for name in names if name not in CASES]:
+        parser.error(f"--rows {unknown[0]}: known are {', '.join(CASES)}")
+    cases = [CASES[name] for name in names] + [Case(**json.loads(text)) for text in args.case]
+    began = time.monotonic()
+    for case in cases:
+        left = args.limit - (time.monotonic() - began)
+        if left < 30:
+            print(f"{case.name():44s} not begun: {args.limit:.0f} s are over", flush=True)
+            continue
+        header = result.header("offload_gpu")
+        row = run(case, args.folder, min(case.limit_s, left)) | {"commit": header["commit"], "date": header["date"]}
         print(
             f"{row['case']:44s}",
             row.get("error")
-            or f"{row['step_s']:7.3f} s  {row['gpu_gib']:6.1f} GiB on the GPU, {row['host_gib']:6.1f} on the host",
+            or f"{row['step_s']:7.3f} s  {row['gpu_gib']:6.1f} GiB on the GPU, {row['host_gib']:6.1f} on the host"
+            f"  state in GB {row['state_gb']}",
             flush=True,
         )
-        known = [old for old in known if old["case"] != row["case"]] + [row]
-        if args.out:
-            write(args.out, json.dumps({**result.header("offload_gpu"), "cases": known}, indent=1) + "\n")
+        if args.out and "error" not in row:
+            known = json.loads(args.out.read_text())["cases"] if args.out.exists() else []
+            known = [old for old in known if old["case"] != row["case"]] + [row]
+            write(args.out, json.dumps({**header, "cases": known}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""State on the host, parameters on a GPU: the same steps as with everything there."""
+"""State on the host or on disk, parameters on a GPU: the same steps as with everything there."""
 
 from __future__ import annotations
 
@@ -14,12 +14,20 @@ import processes
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 WIDTH = 256
 CASES = {
-    "guess": ({}, None, None),
-    "no guess": ({"guess": False}, None, None),
-    "part": ({"device_gb": 0.002}, None, None),
-    "clipped": ({}, 0.05, None),
-    "a bad step": ({}, None, 5),
+    "guess": ({"store": "cpu"}, None, None),
+    "no guess": ({"store": "cpu", "guess": False}, None, None),
+    "part": ({"store": "cpu", "device_gb": 0.002}, None, None),
+    "clipped": ({"store": "cpu"}, 0.05, None),
+    "a bad step": ({"store": "cpu"}, None, 5),
+    "gradients pass": ({"store": "cpu", "undo": False}, None, None),
+    "gradients pass, a bad step": ({"store": "cpu", "undo": False}, None, 5),
+    "disk": ({"store": "nvme", "path": "FOLDER", "device_gb": 0.001, "host_gb": 0.001}, None, None),
+    "disk, clipped": ({"store": "nvme", "path": "FOLDER"}, 0.05, None),
+    "disk, gradients pass": ({"store": "nvme", "path": "FOLDER", "undo": False}, None, None),
+    "chosen": ({"store": "auto"}, None, None),
+    "chosen with little room": ({"store": "auto", "path": "FOLDER", "undo": False}, None, None),
 }
+N = 6 * (WIDTH * WIDTH + WIDTH) + 8 * WIDTH + 8
 
 
 def _train(stage, knobs, clip, bad):
@@ -47,18 +55,80 @@ def _train(stage, knobs, clip, bad):
     return weights.numpy(), moments.numpy(), np.array(losses)
 
 
-def _both(rank, stage):
+def _little(device, folder):
+    """As if the GPU and its host were small: most of the state is on disk, some on the GPU."""
+    from paceline.stores.choosing import Room
+
+    return Room(device=9 * N, host=11 * N, disk=20 * N if folder else 0, total=20 * N)
+
+
+def _cases(rank, stage, folder):
     """All cases in one process: torch takes longer to start than they do."""
+    from paceline.stores import placing
+
     warnings.simplefilter("ignore")
-    return {
-        name: (_train(stage, {"store": "cpu", **knobs}, clip, bad), _train(stage, {}, clip, bad))
-        for name, (knobs, clip, bad) in CASES.items()
-    }
+    measured, found = placing.measured, {}
+    placing._BUCKET = 1 << 16
+    for name, (knobs, clip, bad) in CASES.items():
+        mine = {key: folder if value == "FOLDER" else value for key, value in knobs.items()}
+        placing.measured = _little if name == "chosen with little room" else measured
+        found[name] = (_train(stage, mine, clip, bad), _train(stage, {}, clip, bad))
+    return found
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
-def test_the_same_steps(stage):
-    [cases] = processes.values(processes.run(1, _both, stage))
+def test_the_same_steps(stage, tmp_path):
+    [cases] = processes.values(processes.run(1, _cases, stage, str(tmp_path)))
     for name, (got, want) in cases.items():
         for mine, theirs, tol in zip(got, want, (1e-2, 1e-4, 2e-2), strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=tol, atol=tol, err_msg=name)
+
+
+def _late(rank, stage, folder):
+    warnings.simplefilter("ignore")
+    disk = {"store": "nvme", "path": folder}
+    return [_train(stage, {**store, "late": True}, None, None) for store in ({"store": "cpu"}, disk)]
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_one_step_late_on_disk_is_that_in_memory(stage, tmp_path):
+    [(memory, disk)] = processes.values(processes.run(1, _late, stage, str(tmp_path)))
+    for mine, theirs in zip(disk, memory, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-2, atol=1e-3)
+
+
+def _memory(rank, knobs):
+    """Bytes a parameter on the GPU: between steps, and at the most in one."""
+    import paceline
+
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False, dtype=torch.bfloat16) for _ in range(16)))
+    n = sum(p.numel() for p in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    model, optimizer = paceline.prepare(model, optimizer, method="zero2", **knobs)
+    for step in range(3):
+        if step == 2:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        model(torch.randn(4, 2048, device="cuda", dtype=torch.bfloat16)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated() / n, torch.cuda.max_memory_allocated() / n
+
+
+def _memories(rank):
+    from paceline.shards import turns
+
+    turns.AT_ONCE = 1 << 20  # a bucket
+    return [_memory(rank, knobs) for knobs in ({}, {"store": "cpu", "undo": False})]
+
+
+def test_what_is_on_the_device():
+    [(all_there, away)] = processes.values(processes.run(1, _memories))
+    assert 13.9 < all_there[0] < 14.6  # parameters, masters, moments
+    assert all_there[1] < 17.5, "gradients are stepped in fp32 a few at a time"
+    assert 1.9 < away[0] < 2.5
+    assert away[1] < 6
