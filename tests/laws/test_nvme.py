@@ -298,6 +298,22 @@ def test_a_transfer_may_end_before_who_began_it_goes_on(tmp_path, every):
         assert len(held) == len({*held}) == 3, "a buffer was lost, or is two buckets'"
 
 
+@pytest.mark.parametrize("failing", ["read", "write"])
+def test_whatever_fails_in_the_background_is_told_to_who_takes_something(shelf, failing):
+    def fail(*args):
+        raise MemoryError("no buffer")
+
+    def go_through():
+        for x in shelf.all:
+            with x.at_hand(changed=True):
+                pass
+
+    still(shelf)
+    setattr(shelf.disk, failing, fail)
+    with pytest.raises(MemoryError, match="no buffer"):
+        go_through()
+
+
 def test_who_waits_too_long_is_told(tmp_path):
     with Disk(tmp_path, 1 << 16, deadline_s=0.1) as disk:
         vectors = Pool(disk, Lanes(torch.device("cpu"))).add(10)
