@@ -51,9 +51,7 @@ class Task(Generic[T]):
 
 
 class Flight(NamedTuple):
-    """A coroutine under way."""
-
-    coroutine: Coroutine[Any, None, None]
+    coroutine: Coroutine[Any, None, None]  # under way
     of: object
     size: int
     handle: Handle | None  # what it waits for; None: a Task, which keeps that to itself
