@@ -5,10 +5,10 @@
 
 A GPT in bf16 with activation checkpointing, sequences of 1024. Every case is a process of its own, with a time limit of
 its own: some take most of the machine. Each is written as it ends, in the place of an earlier one of that name.
-`device`, `cpu`, `nvme` and `auto` are zero2 with that store; `cpu` keeps nothing on the GPU but `device_gb`, `auto`
-chooses, and `nvme` and `auto` may use the disk under --folder, where the knobs say FOLDER. `plain` is a loop without
-Paceline, its weights and moments in bf16 with no master; `fsdp2` is torch's FSDP2 with its CPU offload. The losses of
-the first steps are kept: all start from the same weights and see the same data.
+`device`, `cpu`, `nvme` and `auto` are zero2 with that store (zero3 where the knobs say `params`); `cpu` keeps none on
+the GPU but `device_gb`, `auto` chooses, and `nvme` and `auto` may use the disk under --folder, where the knobs say
+FOLDER. `plain` is a loop without Paceline, weights and moments in bf16 with no master; `fsdp2` is torch's FSDP2 with
+its CPU offload. The losses of the first steps are kept: all start from the same weights and see the same data.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ CASES = {  # by what --rows calls them
     "1.4B-late": Case("1.4B", 8, "cpu", '{"late": true}'),
     "1.4B-passing": Case("1.4B", 8, "cpu", '{"undo": false}'),
     "1.4B-nvme": Case("1.4B", 8, "nvme", '{"path": "FOLDER"}', steps=3),
+    "1.4B-zero3": Case("1.4B", 8, "cpu", '{"params": "cpu"}'),
     "1.4B-part": Case("1.4B", 8, "cpu", '{"device_gb": 2.5}'),
     "1.4B-all": Case("1.4B", 8, "cpu", '{"device_gb": 40}'),
     "1.4B-plain": Case("1.4B", 8, "plain"),
@@ -139,7 +140,8 @@ def prepared(case: Case, folder: str) -> tuple[nn.Module, torch.optim.Optimizer]
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     knobs = {key: folder if value == "FOLDER" else value for key, value in json.loads(case.knobs).items()}
-    model, optimizer = paceline.prepare(model, optimizer, method="zero2", store=case.how, **knobs)
+    stage = "zero3" if "params" in knobs else "zero2"
+    model, optimizer = paceline.prepare(model, optimizer, method=stage, store=case.how, **knobs)
     return model, optimizer
 
 
