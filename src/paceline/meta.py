@@ -108,6 +108,8 @@ class Blank:
             torch.manual_seed(seed)
             for unit in self.passing if passing else self.units:
                 self._fill(unit, owned, filled)
+        for piece in owned.pieces.values():
+            piece.published()
 
     def _fill(self, unit: Unit, owned: Owned, filled: set[int]) -> None:
         mine = {id(p): p for m in unit.modules for p in m.parameters(recurse=False) if id(p) in self.ids}
