@@ -103,6 +103,10 @@ def _memory(rank, knobs):
 
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
+    square = torch.ones(2048, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    (square @ square).sum().backward()
+    del square
+    before = torch.cuda.memory_allocated()  # the workspace of a product
     with torch.device("cuda"):
         model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False, dtype=torch.bfloat16) for _ in range(16)))
     n = sum(p.numel() for p in model.parameters())
@@ -116,7 +120,7 @@ def _memory(rank, knobs):
         optimizer.step()
         optimizer.zero_grad()
     torch.cuda.synchronize()
-    return torch.cuda.memory_allocated() / n, torch.cuda.max_memory_allocated() / n
+    return (torch.cuda.memory_allocated() - before) / n, (torch.cuda.max_memory_allocated() - before) / n
 
 
 def _memories(rank):

@@ -160,7 +160,7 @@ class Shards(Layout):
         on_disk = beyond > 0 and largest <= places.largest and stepped_in_fp32(b.flat.dtype)
         if on_disk and self.offload.pool is None:
             check_steps(f"store={self.store}", ex.optimizer)
-            self.offload.open_disk(Path(self.path), beyond * STATE, ex.rank)
+            self.offload.open_disk(Path(self.path), min(beyond, places.disk) * STATE, ex.rank)
         return self.offload.add(b, on_disk=on_disk)
 
     def source(self, b: Bucket, ex: Exchange) -> Tensor | None:
