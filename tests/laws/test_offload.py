@@ -19,7 +19,7 @@ from paceline.method import method
 from paceline.shards import turns
 from paceline.stores import placing
 from paceline.stores.away import Away, AwayPiece
-from paceline.stores.choosing import Room
+from paceline.stores.choosing import Chosen, Room
 from paceline.stores.disk import Speed
 from rig import Rig, built, close, data, mlp, sgd, weights
 
@@ -544,6 +544,22 @@ def test_what_fits_stays_and_the_rest_goes_on(room, places, undo, monkeypatch, t
     assert where == sorted(where, key=["OnDisk", "InMemory", "device"].index), "what is stepped first goes farthest"
     assert "; free: " in capsys.readouterr().err
     close(got, trained("zero2", {}, **how), tol=1e-2)
+
+
+def test_the_file_has_room_for_what_goes_there_and_not_for_what_is_too_large_for_it(monkeypatch, tmp_path):
+    small(monkeypatch, 0, 0, 0)
+    make = built(
+        lambda: nn.Sequential(nn.Linear(6, 256), nn.Linear(256, 256), nn.Linear(256, 8192), nn.Linear(8192, 3))
+    )
+    chosen = Chosen(device=0, host=0, disk=100_000, largest=100_000)
+    monkeypatch.setattr(placing, "choose", lambda *_: (chosen, None))
+
+    def end(one):
+        return kinds(one)[0], one.engine.method.layout.offload.pool.disk.size
+
+    where, size = trained("zero2", {"store": "auto", "path": str(tmp_path)}, make=make, batches=data(1), end=end)
+    assert set(where) == {"OnDisk", "InMemory"}
+    assert size < 2 * 12 * chosen.disk
 
 
 def test_what_was_said_wins(monkeypatch, tmp_path):
