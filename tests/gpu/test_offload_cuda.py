@@ -100,7 +100,9 @@ def test_one_step_late_on_disk_is_that_in_memory(stage, tmp_path):
 def _memory(rank, knobs):
     """Bytes a parameter on the GPU: between steps, and at the most in one."""
     import paceline
+    from paceline.shards import turns
 
+    turns.AT_ONCE = 1 << 20  # a bucket
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     square = torch.ones(2048, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -123,15 +125,10 @@ def _memory(rank, knobs):
     return (torch.cuda.memory_allocated() - before) / n, (torch.cuda.max_memory_allocated() - before) / n
 
 
-def _memories(rank):
-    from paceline.shards import turns
-
-    turns.AT_ONCE = 1 << 20  # a bucket
-    return [_memory(rank, knobs) for knobs in ({}, {"store": "cpu", "undo": False})]
-
-
 def test_what_is_on_the_device():
-    [(all_there, away)] = processes.values(processes.run(1, _memories))
+    [all_there], [away] = (
+        processes.values(processes.run(1, _memory, knobs)) for knobs in ({}, {"store": "cpu", "undo": False})
+    )
     assert 13.9 < all_there[0] < 14.6  # parameters, masters, moments
     assert all_there[1] < 17.5, "gradients are stepped in fp32 a few at a time"
     assert 1.9 < away[0] < 2.5

@@ -21,6 +21,7 @@ from paceline.stores import placing
 from paceline.stores.away import Away, AwayPiece
 from paceline.stores.choosing import Chosen, Room
 from paceline.stores.disk import Speed
+from paceline.stores.lanes import Lanes
 from rig import Rig, built, close, data, mlp, sgd, weights
 
 STAGES = ["zero1", "zero2", "zero3"]
@@ -560,6 +561,27 @@ def test_the_file_has_room_for_what_goes_there_and_not_for_what_is_too_large_for
     where, size = trained("zero2", {"store": "auto", "path": str(tmp_path)}, make=make, batches=data(1), end=end)
     assert set(where) == {"OnDisk", "InMemory"}
     assert size < 2 * 12 * chosen.disk
+
+
+def test_what_the_first_step_makes_on_the_device_has_its_room(monkeypatch):
+    """Adam makes its moments in the first step. Until then their room is not for new parameters that could wait."""
+    half = sum(p.numel() for p in deep().parameters()) // 2
+    promised = []
+
+    def step(one, x, y):
+        promised.append(one.engine.method.layout.offload.lanes.promised)
+        plain(one, x, y)
+
+    trained("zero2", {"store": "cpu", "device_gb": 12e-9 * half}, make=deep, step=step, batches=data(2))
+    assert promised == [8 * half, 0]
+    lanes = Lanes(torch.device("cpu"))
+    lanes.cuda = True
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 1600))
+    for what in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, what, lambda device: 0)
+    assert lanes.room()
+    lanes.promised = 950
+    assert not lanes.room()
 
 
 def test_what_was_said_wins(monkeypatch, tmp_path):

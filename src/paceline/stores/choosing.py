@@ -33,7 +33,7 @@ from paceline.shards.turns import AT_ONCE
 from paceline.stores.lanes import RING
 from paceline.stores.nvme import BUFFERS
 
-STATE = 12  # bytes a number: the fp32 master and Adam's two moments
+STATE, MOMENTS = 12, 8  # bytes a number: the fp32 master and Adam's two moments
 USABLE = 0.95  # of what there is: allocators leave gaps
 RESERVE = 0.1  # of a device, for activations, where nobody says how much they are
 _LARGEST = 4  # sizes that are tried as the largest on disk

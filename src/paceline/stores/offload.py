@@ -192,6 +192,7 @@ class Offload:
 
     def end(self, ex: Exchange, left: list[AwayPiece]) -> None:
         """The optimizer has stepped what it was left with."""
+        self.lanes.promised = 0
         by_itself = {id(piece.away) for piece in left}
         for index, away in reversed(self.of.items()):  # what the next forward begins with first
             if id(away) in by_itself:
