@@ -33,7 +33,7 @@ class Zero3(Shards):
 
     With 16-bit parameters and Adam a worker holds 16/W bytes a parameter between steps; while it computes, beside
     them, the buckets of the module that runs and of the next one. Parameters that are frozen from the start are shared
-    out too, 2/W.
+    out too, 2/W. With `params` elsewhere those buckets are all there is of the parameters on the device.
     """
 
     name: ClassVar[str] = "zero3"
