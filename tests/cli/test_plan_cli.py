@@ -33,7 +33,7 @@ def test_the_table_fits_a_terminal_and_says_what_to_take(call: Call) -> None:
     code, out, _ = call("--memory", "--model", "7B", "--workers", "8", *ROOM)
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80
-    assert "replicated  device      104.31       –       –  lacks device" in out
+    assert "replicated  device       104.31       –       –  lacks device" in out
     assert "Take zero1, store device." in out
     assert "Without activations" in out
 
@@ -53,7 +53,7 @@ def test_json_has_every_part_in_bytes(call: Call) -> None:
     assert found["room"] == {"device": 80 * 2**30, "host": 2**39, "disk": 2 * 10**12}  # two workers to a host
     assert found["job"]["parameters"] == 124_439_808
     assert found["job"]["activations"] > 10**9
-    assert len(found["rows"]) == 13
+    assert len(found["rows"]) == 15
     assert found["advice"] == {"layout": "replicated", "store": "device"}
     first = found["rows"][0]
     assert first["parts"]["moments"] == {"device": 8 * 124_439_808, "host": 0, "disk": 0}

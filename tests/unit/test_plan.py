@@ -89,7 +89,7 @@ def test_fractional_fills_the_device_then_the_host_then_the_disk():
 def test_whatever_is_asked_all_state_lies_somewhere_and_what_fits_has_room(P, W, dtype, optimizer, activations, room):
     job = Job(parameters=P, workers=W, dtype=dtype, optimizer=optimizer, activations=activations)
     found = rows(job, Bytes(*room))
-    assert len(found) == 1 + 3 * len(STORES)
+    assert len(found) == 1 + sum(1 if "+" in store else 3 for store in STORES)
     for row in found:
         owned = P if row.layout == "replicated" else -(-P // W)
         assert sum(row.parts["master"]) + sum(row.parts["moments"]) == job.state * owned
@@ -97,7 +97,7 @@ def test_whatever_is_asked_all_state_lies_somewhere_and_what_fits_has_room(P, W,
         assert row.fits == all(n <= int(USABLE * there) for n, there in zip(row.total, room, strict=True))
     fractional = {row.layout: row for row in found if row.store == "fractional"}
     for row in found:
-        if row.fits and row.layout in fractional and row.store != "nvme":
+        if row.fits and row.layout in fractional and row.store in ("device", "cpu"):
             assert fractional[row.layout].fits, "fractional can do what the others can"
     advice = best(found)
     assert (advice is None) == (not any(row.fits for row in found))
@@ -119,7 +119,8 @@ def test_advice_keeps_off_the_disk_and_then_off_the_host():
     assert advised(8, 500, 500) == ("zero3", "fractional")
     assert advised(8, 8, 500) == ("zero3", "fractional")
     assert advised(8, 3, 500) is None, "gradients go to the host"
-    assert advised(3, 4, 500) is None
+    assert advised(3, 4, 500) == ("zero3", "nvme+params")
+    assert advised(3, 3, 500) is None
 
 
 def test_gpt2_has_as_many_parameters_as_gpt2():
@@ -152,6 +153,7 @@ PROCESS = 1.2 * GIB  # of host memory, for torch and CUDA
         ("1.4B batch 8 auto", 24, 2048, 8),
         ('1.4B batch 8 cpu {"undo": false}', 24, 2048, 8),
         ('13B batch 8 auto {"path": "FOLDER"}', 40, 5120, 8),
+        ('1.4B batch 8 cpu {"params": "cpu"}', 24, 2048, 8),
     ],
 )
 def test_within_five_percent_of_what_was_measured(case, layers, width, batch):
@@ -169,7 +171,8 @@ def test_within_five_percent_of_what_was_measured(case, layers, width, batch):
     )
     device = min(round(seen.get("state_gb", {"device": 0.0})["device"] * 1e9 / 12), job.parameters)
     state = Bytes(device, job.parameters - device)
-    total = Row("zero2", seen["how"], parts(job, "zero2", job.parameters, state), Bytes()).total
+    layout, lent = ("zero3", True) if "params" in knobs else ("zero2", False)
+    total = Row(layout, seen["how"], parts(job, layout, job.parameters, state, lent=lent), Bytes()).total
     assert total.device / GIB == pytest.approx(seen["gpu_gib"], rel=0.05)
     assert (total.host + PROCESS) / GIB == pytest.approx(seen["host_gib"], rel=0.05)
 
@@ -178,6 +181,18 @@ def test_the_plan_counts_as_the_engine_does():
     assert (memory.TURN, memory.STRETCH) == (turns.AT_ONCE, piece.STRETCH)
     assert memory.USABLE == choosing.USABLE
     assert memory.LARGEST == placing._BUCKET == Settings().bucket_bytes(slow_link=False)
+
+
+def test_parameters_go_along_with_zero3_only():
+    job, room = Job(parameters=70 * 10**9, largest=10**9), Bytes(80 * GIB, 2 * 10**12, 4 * 10**12)
+    row = best(rows(job, room))
+    assert row is not None
+    assert (row.layout, row.store) == ("zero3", "cpu+params")
+    assert row.parts["parameters"] == Bytes(host=140 * 10**9)
+    on_disk = best(rows(job, room, stores=["nvme+params"]))
+    assert on_disk is not None
+    assert on_disk.layout == "zero3"
+    assert on_disk.parts["parameters"].disk == 2 * 140 * 10**9, "one place counts, the other is written"
 
 
 def test_twenty_billion_on_one_h200():

@@ -210,6 +210,8 @@ def _options(row: Row) -> str:
     if state.disk:
         words += [f"--set host_gb={state.host // 10**8 / 10:g}"] if state.host else []
         words += ["--set path=FOLDER"]
+    if row.store.endswith("+params"):
+        words += [f"--set params={'nvme' if state.disk else 'cpu'}"]
     return " ".join(words)
 
 

@@ -11,7 +11,8 @@ A worker of W holds, for each of P parameters of s bytes (s = 2: bf16 or fp16, 4
 k is the optimizer's: 2 for adamw, 1 for momentum, 0 for sgd; a master is kept of 16-bit parameters only. The store says
 where master and moments lie: on the device, on the host (`cpu`), on disk (`nvme`), or `fractional`: what fits on the
 device, then what fits on the host, the rest on disk. Where they are not on the device gradients go to the host too, and
-stay there until the step, unless they only pass through (undo=False).
+stay there until the step, unless they only pass through (undo=False). With zero3 the parameters may go along
+(`cpu+params`, `nvme+params`): on the device are then those in use and next, on disk each has two places.
 
 [Note: one place for both] Activations are gone when the step is made. So they and what a step needs (gradients, a turn
 of them in fp32 for masters on the device; new parameters from the host) have one place: the larger of the two counts.
@@ -27,7 +28,7 @@ from typing import NamedTuple
 WIDTH = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of a parameter
 MOMENTS = {"adamw": 2, "momentum": 1, "sgd": 0}  # numbers an optimizer remembers of each
 LAYOUTS = ("replicated", "zero1", "zero2", "zero3")
-STORES = ("device", "fractional", "cpu", "nvme")
+STORES = ("device", "fractional", "cpu", "nvme", "cpu+params", "nvme+params")
 USABLE = 0.95  # of what there is: allocators leave gaps
 SMALLEST, LARGEST = 1 << 20, 25 << 20  # bytes of a bucket, which is a BUCKETS-th of the model else
 BUCKETS = 32
@@ -39,6 +40,8 @@ STRETCH = 1 << 25  # elements whose masters are compared with their parameters a
 _ON_THE_WAY = {"replicated": 0, "zero1": 1, "zero2": 2, "zero3": 4}
 # Stretches of the size of a bucket on the host: one that comes, one that is stepped, one that goes, one to spare.
 _STAGED = 4
+# ... of parameters that are on disk: read for the device, and written after a step.
+_SHELF = 7
 
 
 class Bytes(NamedTuple):
@@ -114,8 +117,14 @@ def rows(job: Job, room: Bytes, layouts: Iterable[str] = LAYOUTS, stores: Iterab
         _row(job, usable, layout, store)
         for store in STORES
         for layout in LAYOUTS
-        if store in stores and layout in layouts and (layout != "replicated" or store == "device")
+        if store in stores and layout in layouts and _together(layout, store)
     ]
+
+
+def _together(layout: str, store: str) -> bool:
+    if store.endswith("+params"):
+        return layout == "zero3"
+    return layout != "replicated" or store == "device"
 
 
 def best(found: Iterable[Row]) -> Row | None:
@@ -129,8 +138,9 @@ def best(found: Iterable[Row]) -> Row | None:
 def _row(job: Job, room: Bytes, layout: str, store: str) -> Row:
     mine = -(-job.parameters // job.workers)
     owned = job.parameters if layout == "replicated" else mine
-    state = _placed(job, room, layout, store, owned)
-    held = parts(job, layout, owned, state)
+    where, _, params = store.partition("+")
+    state = _placed(job, room, layout, where, owned)
+    held = parts(job, layout, owned, state, lent=bool(params))
     total = Row(layout, store, held, Bytes()).total
     lacks = Bytes(*(max(0, n - there) for n, there in zip(total, room, strict=True)))
     if 0 < lacks.device <= (new := held["new parameters"].device):  # they come later then, one bucket at a time
@@ -139,8 +149,10 @@ def _row(job: Job, room: Bytes, layout: str, store: str) -> Row:
     return Row(layout, store, held, lacks)
 
 
-def parts(job: Job, layout: str, owned: int, state: Bytes) -> dict[str, Bytes]:
-    """What lies where at the worst moment. state: of how many parameters master and moments lie in which place."""
+def parts(job: Job, layout: str, owned: int, state: Bytes, *, lent: bool = False) -> dict[str, Bytes]:
+    """What lies where at the worst moment. state: of how many parameters master and moments lie in which place. lent:
+    the parameters lie there too.
+    """
     away, shared = owned - state.device, layout in ("zero2", "zero3")
     masters = state.device if job.s < 4 and layout != "replicated" else 0
     bucket, inner = (-(-n * owned // job.parameters) for n in (job.bucket, job.inner_bucket))
@@ -151,21 +163,29 @@ def parts(job: Job, layout: str, owned: int, state: Bytes) -> dict[str, Bytes]:
         job.activations,
         job.s * (state.device if shared else job.parameters),
         _in_fp32(masters, bucket, job.s),
-        job.s * away,
+        0 if lent else job.s * away,
     )
+    on_the_way = _ON_THE_WAY[layout] if job.workers > 1 else 2 if lent else 0  # alone: parameters and gradients
     ring, buffers = (min(_STAGED * bucket, away), min(_STAGED * inner, state.disk))
     moments = 4 * MOMENTS[job.optimizer]
     return {
-        "parameters": Bytes(device=job.s * (owned if layout == "zero3" else job.parameters)),
+        "parameters": _slices(job.s * owned, job.s * bucket, state)
+        if lent
+        else Bytes(device=job.s * (owned if layout == "zero3" else job.parameters)),
         "activations": Bytes(device=job.activations),
         "gradients": Bytes(gradients, job.s * away if job.undo else 0),
         "step in fp32": Bytes(device=wide),
         "new parameters": Bytes(device=new),
-        "on the way": Bytes(device=_ON_THE_WAY[layout] * job.s * job.bucket if job.workers > 1 else 0),
+        "on the way": Bytes(device=on_the_way * job.s * job.bucket),
         "master": Bytes(*((job.state - moments) * n for n in state)),
         "moments": Bytes(*(moments * n for n in state)),
         "staged": Bytes(host=ring * job.s + buffers * job.state),
     }
+
+
+def _slices(size: int, bucket: int, state: Bytes) -> Bytes:
+    """Parameters that are where their state is."""
+    return Bytes(host=min(_SHELF * bucket, size), disk=2 * size) if state.disk else Bytes(host=size)
 
 
 def _in_fp32(masters: int, bucket: int, s: int) -> int:
