@@ -139,6 +139,15 @@ def test_twenty_steps_are_those_with_parameters_on_the_device(tmp_path, world, p
     assert not [*tmp_path.iterdir()], "the file has a name"
 
 
+@everywhere
+@pytest.mark.parametrize("store", ["cpu", "nvme"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_with_gradients_that_only_pass_through(tmp_path, world, params, store):
+    want = trained(world)
+    got = trained(world, undo=False, **on(params, tmp_path, store))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 @pytest.mark.parametrize(("world", "params"), [(3, "cpu"), (1, "nvme")])
 def test_with_the_state_on_disk(tmp_path, world, params):
     how = {"step": mixed, "batches": data(10)}
