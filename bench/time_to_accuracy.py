@@ -452,7 +452,7 @@ def summary(book: Book) -> Iterator[Cell]:
 def syncs_summary(book: Book) -> Iterator[Cell]:
     """By condition: each method's seconds to the target over exact's without a limit, and exact's own over it (on a
     slow link as steps × step time: a whole run of it would take the better part of an hour); and how good the model is
-    at the end of the run, in the same steps. Means over the seeds.
+    at the end of the run, in the same steps. Means over the seeds. Only what ran on machines of one kind is compared.
     """
     by_steps = {(c["task"], c["workers"], c["link"]): c["seconds"] for c in estimates(book) if c["method"] == "exact"}
     for task, workers, condition in sorted({(c["task"], c["workers"], c["condition"]) for c in book.cells["syncs"]}):
@@ -467,19 +467,23 @@ def syncs_summary(book: Book) -> Iterator[Cell]:
             ends = [c["curve"][-1][-1] for c in cells if c.get("curve")]
             return statistics.mean(ends) if ends else None
 
+        def machines(name: str, condition: str, where: Cell = where) -> set[str]:
+            return {c["cpu"] for c in book.find("syncs", **where, method=name, condition=condition)}
+
         free = seconds("exact", "unlimited")
         here = seconds("exact", condition) or by_steps.get((task, workers, condition))
         for name in ("exact", *TUNED, *SYNCS):
             took = seconds(name, condition)
             if not book.find("syncs", **where, method=name, condition=condition):
                 continue
+            alike = machines(name, condition) == machines("exact", "unlimited")
             yield {
                 **where,
                 "condition": condition,
                 "method": name,
                 "seeds": len(book.find("syncs", **where, method=name, condition=condition)),
                 "seconds": _rounded(took),
-                "over_exact_unlimited": _rounded(took / free) if took and free else None,
+                "over_exact_unlimited": _rounded(took / free) if took and free and alike else None,
                 "faster_than_exact_here": _rounded(here / took) if took and here else None,
                 "last_value": _rounded(last(name, condition)),
                 "exacts_last_value": _rounded(last("exact", "unlimited")),
