@@ -468,7 +468,7 @@ def syncs_summary(book: Book) -> Iterator[Cell]:
             return statistics.mean(ends) if ends else None
 
         def machines(name: str, condition: str, where: Cell = where) -> set[str]:
-            return {c["cpu"] for c in book.find("syncs", **where, method=name, condition=condition)}
+            return {c.get("cpu", "") for c in book.find("syncs", **where, method=name, condition=condition)}
 
         free = seconds("exact", "unlimited")
         here = seconds("exact", condition) or by_steps.get((task, workers, condition))
