@@ -258,8 +258,7 @@ class Engine:
                 b.abandon()
             raise
         self.recorder.wait_s += time.perf_counter() - began
-        self.recorder.sent += self.ex.sent - self._sent
-        self._sent = self.ex.sent
+        self.recorder.sent, self._sent = self.recorder.sent + self.ex.sent - self._sent, self.ex.sent
 
     async def _agree_buffers(self, b: Bucket) -> None:
         tensors, views = [s.param for s in b.slots], [s.view for s in b.slots]
@@ -347,6 +346,7 @@ class Engine:
 
     def over(self, *, made: bool) -> None:
         """The step was made, or given up."""
+        self.recorder.sent, self._sent = self.recorder.sent + self.ex.sent - self._sent, self.ex.sent
         self.ex.step += made
         self.exchanged, self._backwards = False, 0
         self.poll.begin(self.ex.step, 0)

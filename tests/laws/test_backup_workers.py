@@ -308,3 +308,19 @@ def test_a_process_that_dies_ends_the_others(dies):
     assert outcomes.pop(dies).error == "Died"
     assert {o.error for o in outcomes} <= {"PeerError", "StoreLostError"}, [(o.error, o.message) for o in outcomes]
     assert dies == 0 or all("worker 2" in o.message for o in outcomes), [o.message for o in outcomes]
+
+
+def test_its_bytes_are_in_the_telemetry():
+    """They travel outside of the buckets' own exchanges."""
+
+    def work(comm):
+        model = mlp()
+        one = Rig(comm, model, sgd(model), spec="backup_workers")
+        for x, y in data(4):
+            x, y = one.take(x, y)
+            nn.functional.cross_entropy(model(x), y).backward()
+            one.optimizer.step()
+            one.optimizer.zero_grad()
+        return one.engine.recorder.sent
+
+    assert all(sent > 0 for sent in threads.run(2, work))
