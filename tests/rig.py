@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -172,3 +176,14 @@ def loop(
         optimizer.step()
         optimizer.zero_grad()
     return weights(model)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[None]:
+    """Inside, the folder is on a file system of this size. Wants root."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=False).returncode:
+        pytest.skip("tmpfs cannot be mounted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import errno
 import functools
 import os
-import subprocess
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ from paceline.stores.lanes import Lanes
 from paceline.stores.params import BUFFERS, InFile, InHost, Shelf
 from paceline.things import Things
 from paceline.threadcomm import ThreadComm
-from rig import Rig, built, data, same
+from rig import Rig, built, data, same, small_disk
 
 pytestmark = pytest.mark.filterwarnings("ignore:paceline")
 HOMES = ["cpu", "nvme"]
@@ -503,14 +502,8 @@ def test_a_disk_that_takes_no_more_leaves_the_last_step(tmp_path, guess):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
 def test_a_disk_without_room_is_refused_before_the_first_step(tmp_path):
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(tmp_path)], check=False)
-    if mounted.returncode:
-        pytest.skip("tmpfs cannot be mounted here")
-    try:
-        with pytest.raises(StoreError, match=f"{tmp_path} has no room"):
-            trained(1, batches=[], **on("nvme", tmp_path))
-    finally:
-        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+    with small_disk(tmp_path, "16k"), pytest.raises(StoreError, match=f"{tmp_path} has no room"):
+        trained(1, batches=[], **on("nvme", tmp_path))
 
 
 # ------------------------------------------------------------------------------------------------ who may

@@ -28,7 +28,7 @@ from paceline.stores.disk import Disk, Speed
 from paceline.stores.file import File
 from paceline.stores.lanes import Lanes
 from paceline.stores.nvme import BUFFERS, Place, Pool
-from rig import Rig, adamw, built, data, same, sgd, weights
+from rig import Rig, adamw, built, data, same, sgd, small_disk, weights
 
 
 def _layers():
@@ -458,14 +458,8 @@ def test_a_part_on_the_device_does_not_step_without_the_rest(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
 def test_a_disk_without_room_is_refused_before_the_first_step(tmp_path):
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)], check=False)
-    if mounted.returncode:
-        pytest.skip("tmpfs cannot be mounted here")
-    try:
-        with pytest.raises(StoreError, match=f"{tmp_path} has no room"):
-            trained(1, batches=[], store="nvme", path=str(tmp_path))
-    finally:
-        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+    with small_disk(tmp_path, "64k"), pytest.raises(StoreError, match=f"{tmp_path} has no room"):
+        trained(1, batches=[], store="nvme", path=str(tmp_path))
 
 
 SCRIPT = """

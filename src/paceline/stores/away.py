@@ -383,7 +383,7 @@ class Away:
     def _send_back(self, out: Tensor, give: Give) -> Tensor | None:
         there, sent = None, at_once
         if self.lanes.room(self.yields):
-            with contextlib.suppress(torch.OutOfMemoryError):  # later, then: see `finish`
+            with contextlib.suppress(torch.OutOfMemoryError):  # later, then: Offload.take_new
                 there, sent = self.lanes.back(out)
         give(sent)
         return there

@@ -26,7 +26,7 @@ from torch import Tensor
 from paceline.errors import StoreError, UsageError
 from paceline.stores.file import PAGE, File, aligned, broken, padded
 
-__all__ = ["PAGE", "PIECE", "Disk", "Speed", "Transfer", "aligned", "late", "padded", "speed"]
+__all__ = ["PAGE", "PIECE", "Disk", "Speed", "Transfer", "abandon", "aligned", "late", "padded", "speed"]
 
 PIECE = 4 << 20  # bytes; larger ones are not faster
 _PROBE, _PROBE_S = 64 * PIECE, 0.3  # `speed` stops at the first of these two
@@ -232,6 +232,12 @@ class Disk:
         if checksum(again) == total:
             return f"a second read has them: memory was changed, or the first read failed (from page {differ[0]} on)"
         return f"a second read differs from both: the disk or its driver is broken (from page {differ[0]} on)"
+
+
+def abandon(disk: Disk) -> None:
+    """Close it for somebody who is gone."""
+    with contextlib.suppress(StoreError):  # nobody is left to be told
+        disk.close()
 
 
 class Speed(NamedTuple):

@@ -26,8 +26,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from paceline.errors import StoreError
-from paceline.stores.disk import Disk, Then, Transfer, late
+from paceline.stores.disk import Disk, Then, Transfer, abandon, late
 from paceline.stores.file import padded
 from paceline.stores.lanes import Lanes
 from paceline.stores.vectors import Triple
@@ -113,7 +112,7 @@ class Pool:
         self._ahead = False  # until all buckets are known nothing is read ahead
         self._failure: Exception | None = None
         self._news = threading.Condition(threading.Lock())  # which its owner cannot take again: [Note: one at a time]
-        weakref.finalize(self, _close, disk).atexit = False  # the system closes a file by itself
+        weakref.finalize(self, abandon, disk).atexit = False  # the system closes a file by itself
 
     def add(self, n: int) -> OnDisk:
         with self._news:
@@ -208,8 +207,3 @@ class Pool:
             except Exception as error:
                 self._failure = self._failure or error
             self._news.notify_all()
-
-
-def _close(disk: Disk) -> None:
-    with contextlib.suppress(StoreError):  # nobody is left to be told
-        disk.close()

@@ -28,10 +28,9 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Op
-from paceline.errors import StoreError
 from paceline.kernels import adam
 from paceline.stores.crew import Crew, result
-from paceline.stores.disk import Disk, Transfer
+from paceline.stores.disk import Disk, Transfer, abandon
 from paceline.stores.file import padded
 from paceline.stores.lanes import Lanes, Ring, at_once
 
@@ -244,7 +243,7 @@ class Shelf:
         self.disk, self._lanes = disk, lanes
         self.ring = Ring(lanes, _DRAFTS)
         self._buffers = [_Buffer() for _ in range(BUFFERS)]  # those used longest ago first
-        weakref.finalize(self, _close, disk).atexit = False  # the system closes a file by itself
+        weakref.finalize(self, abandon, disk).atexit = False  # the system closes a file by itself
 
     def near(self, x: InFile) -> None:
         if self._of(x) is None and (free := [b for b in self._buffers if not b.wanted]):
@@ -294,11 +293,6 @@ class Shelf:
             buffer.memory = self._lanes.vector(x.nbytes, torch.uint8, pin=True)
         buffer.of = x
         buffer.coming = None if blank else self.disk.read(x.at, buffer.memory[: x.nbytes])
-
-
-def _close(disk: Disk) -> None:
-    with contextlib.suppress(StoreError):  # nobody is left to be told
-        disk.close()
 
 
 class Homes:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.comm import NARROW
 from paceline.errors import StoreError
-from paceline.stores.choosing import RESERVE, STATE, Chosen, Load, Room, measured, place
+from paceline.stores.choosing import MOMENTS, RESERVE, STATE, Chosen, Load, Room, measured, place
 from paceline.stores.disk import speed
 from paceline.stores.nvme import OnDisk
 from paceline.telemetry import Note
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from paceline.shards.pieces import Shards
     from paceline.stores.away import Away
 
-_MOMENTS, _MASTER = 8, 4  # bytes an element
 _BUCKET = 25 << 20  # bytes, where parameters are smaller
 
 
@@ -87,11 +86,11 @@ def tell(ex: Exchange, aways: dict[int, Away], folder: str, room: Room | None) -
     for b in ex.buckets:
         away, n = aways.get(b.index), b.own.stop - b.own.start
         if away is None:
-            device += n * (_MOMENTS + (_MASTER if b.flat.dtype in NARROW else 0))
+            device += n * (STATE if b.flat.dtype in NARROW else MOMENTS)
         elif isinstance(away.vectors, OnDisk):
-            disk += n * (_MOMENTS + _MASTER)
+            disk += n * STATE
         else:
-            memory += n * (_MOMENTS + _MASTER)
+            memory += n * STATE
     words = [f"{_gb(device)} on the device"] if device else []
     words += [f"{_gb(memory)} in memory"] if memory else []
     words += [f"{_gb(disk)} in {folder}{_rates(folder)}"] if disk else []
