@@ -563,24 +563,33 @@ def test_the_file_has_room_for_what_goes_there_and_not_for_what_is_too_large_for
     assert size < 2 * 12 * chosen.disk
 
 
-def test_what_the_first_step_makes_on_the_device_has_its_room(monkeypatch):
-    """Adam makes its moments in the first step. Until then their room is not for new parameters that could wait."""
+def test_what_a_step_needs_on_the_device_has_its_room(monkeypatch):
+    """Gradients come there in backward, and Adam makes its moments in the first step: their room is not for new
+    parameters that could wait. What is there already is not counted again.
+    """
     half = sum(p.numel() for p in deep().parameters()) // 2
     promised = []
 
     def step(one, x, y):
-        promised.append(one.engine.method.layout.offload.lanes.promised)
-        plain(one, x, y)
+        offload = one.engine.method.layout.offload
+        n = sum(b.own.stop - b.own.start for b in offload.staying)
+        one.optimizer.zero_grad()
+        one.model(x).square().mean().backward()
+        before = offload.lanes.promised() / n
+        one.optimizer.step()
+        after = offload.lanes.promised() / n
+        one.optimizer.zero_grad()
+        promised.append((before, after, offload.lanes.promised() / n))
 
     trained("zero2", {"store": "cpu", "device_gb": 12e-9 * half}, make=deep, step=step, batches=data(2))
-    assert promised == [8 * half, 0]
+    assert promised == [(8, 0, 4), (0, 0, 4)]
     lanes = Lanes(torch.device("cpu"))
     lanes.cuda = True
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 1600))
     for what in ("memory_reserved", "memory_allocated"):
         monkeypatch.setattr(torch.cuda, what, lambda device: 0)
     assert lanes.room()
-    lanes.promised = 950
+    lanes.promised = lambda: 950
     assert not lanes.room()
 
 

@@ -37,7 +37,7 @@ from paceline.shards.piece import Piece, take_all
 from paceline.shards.turns import in_turns
 from paceline.stores import placing
 from paceline.stores.away import AwayPiece
-from paceline.stores.choosing import MOMENTS, STATE, Chosen, Room
+from paceline.stores.choosing import STATE, Chosen, Room
 from paceline.stores.offload import Offload, check_steps, stepped_in_fp32
 
 if TYPE_CHECKING:
@@ -149,11 +149,12 @@ class Shards(Layout):
             sum(p.numel() for p in params) - sum(known.n for known in ex.buckets if known.index < b.index)
         ) / ex.world - places.device
         if beyond <= 0:
+            if self.offload is not None:
+                self.offload.staying.append(b)
             return None
         if self.offload is None:
             how = {"guess": self.guess, "undo": self.undo, "late": self.late}
             self.offload = Offload(b.device, **how, threads=self.threads)
-            self.offload.lanes.promised = MOMENTS * places.device  # which the first step makes
             if self._room is not None:
                 self.offload.claim(0 if places.room else places.disk * b.flat.element_size())
         beyond -= places.host

@@ -137,10 +137,8 @@ class _Try:
         if self.device is not None:
             return n <= self.device
         waiting = {"away": self.until[away], "disk": self.fit_until[beyond], "none": 0}[self.waiting]
-        most = self.most_until[-1]
-        turn = min(4 * n, max(AT_ONCE, 4 * most)) + compared(min(most, n), load.s) if load.s < 4 else 0
         state = STATE if load.s < 4 else STATE - 4
-        at_the_end = load.s * (n + waiting) + turn + load.passing
+        at_the_end = load.s * (n + waiting) + turn(n, self.most_until[-1], load.s) + load.passing
         return state * n + max(load.reserve, at_the_end) <= self.room.device
 
 
@@ -148,6 +146,11 @@ def _most(sizes: Sequence[int], bucket: int) -> list[int]:
     """In one bucket, of the first so many."""
     most = itertools.accumulate(sizes, max, initial=0)
     return [min(max(n, bucket), total) for n, total in zip(most, itertools.accumulate(sizes, initial=0), strict=True)]
+
+
+def turn(n: int, most: int, s: int) -> int:
+    """Bytes of the device that [Note: in turns] takes for n numbers of s bytes there, at most so many in one bucket."""
+    return min(4 * n, max(AT_ONCE, 4 * most)) + compared(min(most, n), s) if s < 4 else 0
 
 
 def compared(n: int, s: int) -> int:

@@ -31,7 +31,7 @@ class Lanes:
         self.device = device
         self.cuda = device.type == "cuda"
         self.spare = _SPARE
-        self.promised = 0  # bytes on the device that somebody has not taken yet
+        self.promised: Callable[[], int] = lambda: 0  # bytes on the device that somebody has not taken yet
         self._out: Any = torch.cuda.Stream(device) if self.cuda else None
         self._back: Any = torch.cuda.Stream(device) if self.cuda else None
 
@@ -78,7 +78,7 @@ class Lanes:
             return True
         free, total = torch.cuda.mem_get_info(self.device)
         cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return free + cached - self.promised - others > total // self.spare
+        return free + cached - self.promised() - others > total // self.spare
 
     def arrive(self, *theres: Tensor) -> None:
         """What was sent back so far may be used by what is launched from now on."""

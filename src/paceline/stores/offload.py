@@ -18,6 +18,7 @@ from paceline.bucket import Bucket
 from paceline.errors import MethodError
 from paceline.kernels import adam
 from paceline.stores.away import Away, AwayPiece, Groups
+from paceline.stores.choosing import MOMENTS, turn
 from paceline.stores.cpu import InMemory
 from paceline.stores.crew import Crew, Line
 from paceline.stores.disk import Disk
@@ -59,10 +60,13 @@ class Offload:
 
     def __init__(self, device: torch.device, *, guess: bool, undo: bool, late: bool, threads: int) -> None:
         self.lanes, crew = Lanes(device), Crew(threads)
+        self.lanes.promised = self._promised
         self.ring = Ring(self.lanes)
         self.pool: Pool | None = None  # of those on disk
         self._lines = {on_disk: Line(crew) for on_disk in (False, True)}
         self.of: dict[int, Away] = {}  # by bucket
+        self.staying: list[Bucket] = []  # those whose state is on the device
+        self._began = False  # a first step was made
         self.new: dict[int, Tensor | None] = {}  # ... its parameters after a step, until `take_new`; None: not yet here
         self.late = late  # [Note: late]
         self.guess = self.trusts = guess and not late
@@ -88,6 +92,17 @@ class Offload:
         before the others.
         """
         self.lanes.spare, self._yields = CLAIMED, for_disk
+
+    def _promised(self) -> int:
+        """Of the device, for what stays there: gradients that are not there yet, the moments that Adam makes in its
+        first step, and a turn of the step. New parameters of others must leave room for them.
+        """
+        sizes = [b.own.stop - b.own.start for b in self.staying]
+        if not sizes:
+            return 0
+        s, n = self.staying[0].flat.element_size(), sum(sizes)
+        coming = sum(s * size for b, size in zip(self.staying, sizes, strict=True) if b.kept.is_meta)
+        return coming + (0 if self._began else MOMENTS * n) + turn(n, max(sizes), s)
 
     def open_disk(self, folder: Path, size: float, rank: int) -> None:
         """For those that are not to be in memory: about `size` bytes, with the worker's number in the file's name."""
@@ -192,7 +207,7 @@ class Offload:
 
     def end(self, ex: Exchange, left: list[AwayPiece]) -> None:
         """The optimizer has stepped what it was left with."""
-        self.lanes.promised = 0
+        self._began = True
         by_itself = {id(piece.away) for piece in left}
         for index, away in reversed(self.of.items()):  # what the next forward begins with first
             if id(away) in by_itself:
