@@ -1,7 +1,8 @@
 """Threads that step the state on the host: those that take buckets in their order, and a team that shares each out.
 
-Nobody in the team waits for the others: whoever is done with his stretch of a bucket goes on with the next bucket's.
-Python's lock is held only between two stretches, so there are few of them: one a thread and bucket.
+Nobody in the team waits for the others: who is done with a stretch takes the next one, of this bucket or of another. So
+a core that is slow, as those of a shared host are now and then, does less, and does not hold up the rest. Python's
+lock is held only between two stretches, so there are few of them: a bucket has as many as the team has threads.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ class Crew:
 
     def __init__(self, threads: int) -> None:
         count = threads or max(1, len(os.sched_getaffinity(0)) * 3 // 4)  # the others launch and load
-        self._queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(count)]
-        for queue in self._queues:
-            threading.Thread(target=_serve, args=(queue,), name="paceline-step", daemon=True).start()
-        weakref.finalize(self, _dismiss, self._queues)
+        self._count, self._queue = count, SimpleQueue[Any]()
+        for _ in range(count):
+            threading.Thread(target=_serve, args=(self._queue,), name="paceline-step", daemon=True).start()
+        weakref.finalize(self, _dismiss, self._queue, count)
 
     def spread(self, n: int, work: Work, then: Callable[[BaseException | None], None]) -> None:
         """work(start, stop) for stretches of 0..n, by the team; `then` by who is last, with the first error if any."""
-        length = -(-n // (len(self._queues) * _GRAIN)) * _GRAIN or 1
+        length = -(-n // (self._count * _GRAIN)) * _GRAIN or 1
         starts = range(0, max(n, 1), length)
         share = _Share(work, then, len(starts))
-        for queue, start in zip(self._queues, starts, strict=False):
-            queue.put((share, start, min(start + length, n)))
+        for start in starts:
+            self._queue.put((share, start, min(start + length, n)))
 
     def start(self, n: int, work: Work) -> Future[None]:
         """The same, and its end."""
@@ -106,6 +107,6 @@ def result(future: Future[T], what: str) -> T:
         ) from None
 
 
-def _dismiss(queues: list[SimpleQueue[Any]]) -> None:
-    for queue in queues:
+def _dismiss(queue: SimpleQueue[Any], count: int) -> None:
+    for _ in range(count):
         queue.put(None)
