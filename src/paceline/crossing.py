@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,11 +81,9 @@ class Crossing:
         """A module's forward begins, which uses these."""
         own = [id(p) for p in params]
         self._called.update(own)
-        if self._step is not None and not self._judged:
-            self._judge()
-        own += self._shy if root else ()
-        for b in [b for b in self._due.values() if any(id(s.param) in own for s in b.slots)]:
-            self._land(b)
+        if self._step is not None:
+            own += self._shy if root else ()
+            self._land([b for b in self._due.values() if any(id(s.param) in own for s in b.slots)])
 
     def gradient(self, param: Tensor) -> None:
         """One is about to be added to p.grad."""
@@ -96,8 +94,8 @@ class Crossing:
 
     def land(self) -> None:
         """The update under way is made."""
-        for b in list(self._due.values()):
-            self._land(b)
+        if self._step is not None:
+            self._land(list(self._due.values()))
 
     def asked_for(self, grads: Iterable[Tensor]) -> None:
         """Somebody clips these gradients."""
@@ -114,18 +112,19 @@ class Crossing:
 
     # ------------------------------------------------------------------------------------------------ the update
 
-    def _land(self, b: Bucket) -> None:
-        if not self._judged:
-            self._judge()
-        if b.index not in self._due:  # the step does not count after all
-            return
-        with self.engine.waiting():
-            self.engine.pipeline.drain(of=b)
-        self._update(self._due.pop(b.index))
-        if not self._due:
-            self.engine.commit()
-            self.engine.over(made=True)
-            self._close()
+    def _land(self, some: Sequence[Bucket]) -> None:
+        with self.engine.recorder.timed():  # whoever made it necessary
+            if not self._judged:
+                self._judge()
+            for b in some:
+                if b.index in self._due:  # the step counts
+                    with self.engine.waiting():
+                        self.engine.pipeline.drain(of=b)
+                    self._update(self._due.pop(b.index))
+            if self._step is not None and not self._due:
+                self.engine.commit()
+                self.engine.over(made=True)
+                self._close()
 
     def _judge(self) -> None:
         """Before the first update: does the step count?"""

@@ -134,6 +134,7 @@ class Recorder:
         self.sent = 0  # added to by the engine
         self._wall = self._cpu = 0.0  # when the lap began; 0: not in a lap
         self._paused = 0.0  # when `untimed` began; 0: not inside
+        self._paused_cpu, self._paused_sent = 0.0, 0  # ... and what these were then
         self._data_s = 0.0
         self._samples = 0
 
@@ -184,15 +185,25 @@ class Recorder:
         if self._paused:  # inside another one, which takes out the whole time
             yield
             return
-        self._paused, cpu, sent = time.perf_counter(), time.thread_time(), self.sent
+        self._paused, self._paused_cpu, self._paused_sent = time.perf_counter(), time.thread_time(), self.sent
         try:
             yield
         finally:
-            self._cpu += time.thread_time() - cpu
-            self.sent = sent
+            self._cpu += time.thread_time() - self._paused_cpu
+            self.sent = self._paused_sent
             if self._wall:
                 self._wall += time.perf_counter() - self._paused
             self._paused = 0.0
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """What happens inside is part of the step, inside `untimed` too: it had been put off."""
+        wall, cpu, sent = time.perf_counter(), time.thread_time(), self.sent
+        yield
+        if self._paused:
+            self._paused += time.perf_counter() - wall
+            self._paused_cpu += time.thread_time() - cpu
+            self._paused_sent += self.sent - sent
 
     def moment(self) -> Moment:
         """Now, in the job's own time."""

@@ -551,3 +551,23 @@ def test_between_processes(world, knobs):
 
 def test_a_method_of_parts():
     assert str(Method(order=Priority(credit=2.0))) == "priority(credit=2.0)"
+
+
+def test_an_evaluation_that_waits_for_a_step_does_not_hide_its_bytes():
+    """What lands because somebody looks at the weights was sent by the step, and is not the evaluation's."""
+
+    def work(comm, looks):
+        model = mlp()
+        one = Rig(comm, model, sgd(model), spec="priority", knobs=TIGHT)
+        for x, y in data(3):
+            x, y = one.take(x, y)
+            cross_entropy(model(x), y).backward()
+            one.optimizer.step()
+            one.optimizer.zero_grad()
+            if looks:
+                with one.engine.recorder.untimed():
+                    model.state_dict()
+        one.engine.crossing.land()
+        return one.engine.recorder.sent
+
+    assert threads.run(2, lambda comm: work(comm, True)) == threads.run(2, lambda comm: work(comm, False))

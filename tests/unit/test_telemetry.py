@@ -42,6 +42,25 @@ def test_untimed_time_does_not_count(tmp_path):
     assert step.wall_ms < 60
 
 
+def test_what_was_put_off_counts_where_it_is_made_up_for(tmp_path):
+    recorder = Recorder(tmp_path, 0)
+    recorder.start_lap(1, 0.0)
+    with recorder.untimed():
+        recorder.sent += 1000
+        with recorder.timed():
+            time.sleep(0.1)
+            recorder.sent += 7
+        assert recorder.moment().busy_s >= 0.1
+        time.sleep(0.1)
+    with recorder.timed():
+        recorder.sent += 70
+    recorder.end_lap()
+    recorder.flush()
+    (step,) = read(tmp_path / "worker-0.jsonl")
+    assert 100 <= step.wall_ms < 160
+    assert step.sent == 77
+
+
 def test_broken_and_unfinished_lines_are_passed_over(tmp_path):
     path = tmp_path / "worker-0.jsonl"
     recorder = Recorder(tmp_path, 0)
