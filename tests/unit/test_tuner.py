@@ -13,11 +13,11 @@ from torch.nn.functional import cross_entropy
 
 import threads
 from paceline.errors import DataError, UsageError
-from paceline.tuner import CANDIDATES, Tuner
+from paceline.tuner import CANDIDATES, RUN_OFF, Tuner
 from rig import Rig, data, mlp, same, sgd, weights
 
 QUICK = {"candidates": 5, "window": 2}
-STEPS = 5 * 4 + 3
+STEPS = (5 + RUN_OFF) * 4 + 3
 
 
 def tuned(world, spec, path, *, tuner=None, steps=STEPS, **knobs):
@@ -82,6 +82,29 @@ def test_the_fastest_is_kept_and_used_again(tmp_path):
     assert len(known["tried"]) == QUICK["candidates"]
     again = tuned(2, "backward", path, steps=1)
     assert [r[1] for r in again] == [values, values]
+
+
+class Lucky(Told):
+    """A clock that is the same for all, and now and then fast."""
+
+    windows = 0
+
+    def _next(self):
+        self.windows += 1
+        super()._next()
+
+    def _moment(self):
+        self.clock += 0.5 if self.windows == 2 else 1.0
+        return self.clock
+
+
+def test_who_was_lucky_once_is_not_kept(tmp_path):
+    path = tmp_path / "tuned.json"
+    _, values, cuts = tuned(2, "backward", path, tuner=Lucky)[0]
+    known = json.loads(path.read_text())
+    lucky = min(known["tried"], key=lambda one: one["step_ms"])["values"]
+    assert [one["values"] for one in known["again"]] == [lucky, cuts[0][1], cuts[0][1], lucky]
+    assert values == known["values"] == cuts[0][1] != lucky
 
 
 class Switched(Told):
@@ -170,7 +193,7 @@ for x in loader:
 
 
 def test_from_the_command_line(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT.format(steps=CANDIDATES * 10 + 2))
+    (tmp_path / "train.py").write_text(SCRIPT.format(steps=(CANDIDATES + RUN_OFF) * 10 + 2))
     command = [sys.executable, "-m", "paceline.cli.main", "run", "-n", "2", "--method", "priority"]
     command += ["--set", "tuned=tuned.json", "train.py"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
