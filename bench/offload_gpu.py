@@ -9,6 +9,9 @@ its own: some take most of the machine. Each is written as it ends, in the place
 the GPU but `device_gb`, `auto` chooses, and `nvme` and `auto` may use the disk under --folder, where the knobs say
 FOLDER. `plain` is a loop without Paceline, weights and moments in bf16 with no master; `fsdp2` is torch's FSDP2 with
 its CPU offload. The losses of the first steps are kept: all start from the same weights and see the same data.
+
+A host is often shared, and its memory slower in one minute than in another. So each row says how many parameters
+torch's fused AdamW steps in a second there, alone, just before.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ class Case:
     batch: int
     how: str
     knobs: str = "{}"
-    steps: int = 5
+    steps: int = 12
     warmup: int = 3
     limit_s: float = 240.0
 
@@ -162,6 +165,19 @@ def _fsdp2(model: GPT) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
+def host_rate() -> float:
+    """G parameters/s."""
+    params = [torch.zeros(1 << 22, requires_grad=True) for _ in range(64)]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer, took = torch.optim.AdamW(params, fused=True), []
+    for _ in range(9):
+        began = time.perf_counter()
+        optimizer.step()
+        took.append(time.perf_counter() - began)
+    return round(sum(p.numel() for p in params) / statistics.median(took[2:]) / 1e9, 2)
+
+
 def measure(case: Case, folder: str) -> dict[str, Any]:
     began = time.perf_counter()
     model, optimizer = prepared(case, folder)
@@ -214,7 +230,7 @@ def run(case: Case, folder: str, limit_s: float) -> dict[str, Any]:
     env = os.environ | {
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"
     }  # some fill the GPU, and gaps would not do
-    row = {"case": case.name(), **vars(case)}
+    row = {"case": case.name(), **vars(case), "host_gparams_s": host_rate()}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=env)
     except subprocess.TimeoutExpired as late:
@@ -259,7 +275,7 @@ def main() -> None:
             f"{row['case']:44s}",
             row.get("error")
             or f"{row['step_s']:7.3f} s  {row['gpu_gib']:6.1f} GiB on the GPU, {row['host_gib']:6.1f} on the host"
-            f"  state in GB {row['state_gb']}",
+            f"  state in GB {row['state_gb']}; host {row['host_gparams_s']} G parameters/s",
             flush=True,
         )
         if args.out and "error" not in row:

@@ -212,6 +212,9 @@ def test_twenty_billion_on_one_h200():
     assert row.parts["gradients"].host == 0
     assert 0 < row.total.disk < room.disk
     assert row.parts["staged"].host < 12 * 10**9
+    seen = next(c for c in json.loads(MEASURED.read_text())["cases"] if c["size"] == "20B")
+    assert row.total.device / GIB == pytest.approx(seen["gpu_gib"], rel=0.05)
+    assert (row.total.host + PROCESS) / GIB == pytest.approx(seen["host_gib"], rel=0.05)
 
 
 @pytest.mark.parametrize(
