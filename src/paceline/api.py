@@ -206,7 +206,8 @@ def assemble(
     hooks.attach(engine, things.models, optimizer, pack=pack, scaler=things.scalers[0] if things.scalers else None)
     if settings.tuned is not None and not engine.idle:
         path = Path(settings.tuned)
-        engine.look = Tuner(engine, path if len(pack) == 1 else path.with_suffix(f".{len(pack)}{path.suffix}")).forward
+        path = path if len(pack) == 1 else path.with_suffix(f".{len(pack)}{path.suffix}")
+        engine.look = Tuner(engine, path, bucket_bytes=settings.bucket_bytes(slow_link=slow_link)).forward
     return engine
 
 

@@ -45,8 +45,18 @@ Values = dict[str, float]
 class Tuner:
     """One engine's sizes: from the file if it exists, else [Note: tuning] and into the file."""
 
-    def __init__(self, engine: Engine, path: Path, *, candidates: int = CANDIDATES, window: int = WINDOW) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        path: Path,
+        *,
+        candidates: int = CANDIDATES,
+        window: int = WINDOW,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        """bucket_bytes: of a bucket, where pieces may be smaller; if not what the engine has."""
         self.engine, self.path, self.window = engine, path, window
+        self._bucket_bytes = bucket_bytes or engine.bucket_bytes
         if "gradients agree" not in engine.method.sync.facts():
             raise UsageError(
                 f"tuned={str(path)!r} does not go together with {engine.method.sync.name}",
@@ -122,7 +132,8 @@ class Tuner:
             setattr(order, name, values[name])
         if _HIERARCHY in values:
             setattr(self.engine.comm, _HIERARCHY, bool(values[_HIERARCHY]))
-        self.engine.recut(order.piece_bytes() or int(values[_BUCKET] * 2**20))
+        piece = order.piece_bytes()
+        self.engine.recut(min(piece, self._bucket_bytes) if piece else int(values[_BUCKET] * 2**20))
 
     # ------------------------------------------------------------------------------------------------ the file
 

@@ -107,6 +107,14 @@ def test_who_was_lucky_once_is_not_kept(tmp_path):
     assert values == known["values"] == cuts[0][1] != lucky
 
 
+def test_pieces_never_make_a_bucket_larger(tmp_path):
+    """As with the knob in hand: the first candidate, when it runs off, is what ran at first."""
+    results = tuned(2, "priority", tmp_path / "tuned.json")
+    first, values = results[0][2][0]
+    assert {cut for cut, tried in results[0][2] if tried == values} == {first}
+    assert all(cut >= first for cut, _ in results[0][2])
+
+
 class Switched(Told):
     """A clock that likes it flat."""
 
