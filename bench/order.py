@@ -6,8 +6,13 @@ the computing of a step.
 The job is a stack of equal layers (bench/order_job.py). Its step without any communication (`floor`) is measured first;
 then the link between the workers gets the speed at which the bytes of a mean take that long, times the ratio. All
 contenders take turns, as in `paceline race`; `priority tuned` has the sizes that the tuner found in a run of its own on
-that link, just before. No schedule can be faster than the larger of the two: `ideal` is that, and
-`near` how much of it is reached. Wants root for the shaped links; leave the machine alone while it runs.
+that link, just before. No schedule can be faster than the larger of the two: `ideal` is that, and `near` how much of it
+is reached.
+
+The lab's links are made of this machine's processors too, and the more bytes a step has the less is left to compute
+with: four workers on two cores with 12 MB of gradients keep both busy all the time, a third of it with sending, and
+then there is nothing to hide behind. So four workers have a model of a quarter of the size and four times the batch.
+Wants root for the shaped links; leave the machine alone while it runs.
 """
 
 from __future__ import annotations
@@ -29,8 +34,8 @@ from paceline.race.course import Contender, Rules
 from paceline.race.network import network
 
 RATIOS = (0.5, 1.0, 2.0)
-LAYERS, WIDTH = 12, 512
-GRADIENT_BYTES = 4 * LAYERS * WIDTH * (WIDTH + 1)
+LAYERS = 12
+WIDTHS = {2: 512, 4: 256}  # by the number of workers
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "floor": ("floor", {}),
     "torch:ddp": ("torch:ddp", {}),
@@ -45,12 +50,23 @@ TUNING_STEPS = 130  # more than the tuner takes
 Cell = dict[str, Any]
 
 
-def contender(name: str, batch: int, sizes: Path) -> Contender:
+def width_for(workers: int) -> int:
+    return WIDTHS.get(workers, min(WIDTHS.values()))
+
+
+def gradient_bytes(workers: int) -> int:
+    width = width_for(workers)
+    return 4 * LAYERS * width * (width + 1)
+
+
+def contender(name: str, workers: int, batch: int, sizes: Path) -> Contender:
     """sizes: the file that the tuner writes, if it does not exist yet, and reads."""
     method, knobs = METHODS[name]
     knobs = {**knobs, "tuned": str(sizes)} if name.endswith("tuned") else knobs
     job = [sys.executable, str(Path(__file__).with_name("order_job.py"))]
-    model = ["--layers", str(LAYERS), "--width", str(WIDTH), "--batch", str(batch), "--bucket-mb", "1"]
+    width = width_for(workers)
+    model = ["--layers", str(LAYERS), "--width", str(width), "--batch", str(batch)]
+    model += ["--bucket-mb", f"{(width / 512) ** 2:g}"]  # a layer
     return Contender(method, [*job, *model], knobs, alias=name.replace(" ", "-"))
 
 
@@ -58,7 +74,7 @@ def race(
     names: Sequence[str], workers: int, link: str, batch: int, sizes: Path, *, steps: int, turn: int
 ) -> list[score.Row]:
     """The rows of all, in the order of their names."""
-    racing = [contender(name, batch, sizes) for name in names]
+    racing = [contender(name, workers, batch, sizes) for name in names]
     rules = Rules(steps=steps, warmup=3, turn=turn)
     with network(link, workers, None) as links, tempfile.TemporaryDirectory() as folder:
         if not course.run(racing, rules, links, Path(folder)):
@@ -73,7 +89,7 @@ def race(
 
 def wire_s(workers: int, mbit: float) -> float:
     """Seconds the bytes of a mean need on a link of that speed."""
-    return 2 * GRADIENT_BYTES * (workers - 1) / workers * 8 / (mbit * 1e6)
+    return 2 * gradient_bytes(workers) * (workers - 1) / workers * 8 / (mbit * 1e6)
 
 
 def measure(workers: int, ratio: float, sizes: Path, *, batch: int, steps: int, turn: int) -> list[Cell]:
@@ -90,6 +106,7 @@ def measure(workers: int, ratio: float, sizes: Path, *, batch: int, steps: int, 
         {
             "workers": workers,
             "ratio": ratio,
+            "gradient_bytes": gradient_bytes(workers),
             "link": link,
             "method": name,
             "step_ms": ms[name],
@@ -116,13 +133,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--workers", default="2,4")
     parser.add_argument("--ratios", default=",".join(map(str, RATIOS)))
-    parser.add_argument("--steps", type=int, default=16, help="that count, for each contender")
-    parser.add_argument("--turn", type=int, default=16, help="steps at a time: each turn ends with all landed")
+    parser.add_argument("--steps", type=int, default=24, help="that count, for each contender")
+    parser.add_argument("--turn", type=int, default=12, help="steps at a time: each turn ends with all landed")
     parser.add_argument(
         "--batch",
         type=int,
         default=2048,
-        help="samples for each of two workers; of more, who share the machine, each has fewer",
+        help="samples for each of two workers; of more, who share the machine, there is as much to compute in all",
     )
     args = parser.parse_args()
     check_writable(args.out)
@@ -132,7 +149,8 @@ def main() -> None:
     for workers in map(int, args.workers.split(",")):
         for ratio in map(float, args.ratios.split(",")):
             with tempfile.TemporaryDirectory() as folder:
-                how = {"batch": args.batch * 2 // workers, "steps": args.steps, "turn": args.turn}
+                batch = args.batch * 2 // workers * (WIDTHS[2] // width_for(workers)) ** 2
+                how = {"batch": batch, "steps": args.steps, "turn": args.turn}
                 new = measure(workers, ratio, Path(folder) / "sizes.json", **how)
             table(new)
             cells = [c for c in cells if (c["workers"], c["ratio"]) != (workers, ratio)] + new
@@ -141,7 +159,7 @@ def main() -> None:
 
 def save(path: Path, cells: Sequence[Cell]) -> None:
     """After every cell: what is known stays known."""
-    whole = {**result.header("order"), "gradient_bytes": GRADIENT_BYTES, "cells": cells}
+    whole = {**result.header("order"), "cells": cells}
     write(path, json.dumps(whole, indent=1) + "\n")
 
 

@@ -22,7 +22,7 @@ def main() -> None:
     layers = [m for _ in range(args.layers) for m in (nn.Linear(args.width, args.width), nn.ReLU())]
     model: nn.Module = nn.Sequential(*layers)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    data = TensorDataset(torch.randn(16 * args.batch, args.width), torch.randn(16 * args.batch, args.width))
+    data = TensorDataset(torch.randn(8 * args.batch, args.width), torch.randn(8 * args.batch, args.width))
     loader = DataLoader(data, batch_size=args.batch)
     prepared = paceline.prepare(model, optimizer, loader, batch="per_worker", bucket_mb=args.bucket_mb)
     model, optimizer, loader = prepared
