@@ -139,14 +139,21 @@ def orders(name: str) -> Iterator[str]:
     yield ""
     yield "A stack of equal layers, whose bytes take `comm/comp` times its computing on that link, each worker on a"
     yield "host of its own in the network lab, two cores (`bench/results/order.json`). `near` is the larger of the two,"
-    yield "which no order can beat, over the step."
+    yield "which no order can beat, over the step. With more workers gradients are smaller: the cores send, too."
     yield ""
-    head = ["workers", "comm/comp", "link", "order", "step ms", "torch DDP over it", "near"]
-    keys = ("workers", "ratio", "link", "method")
+    head = ["workers", "gradients", "comm/comp", "link", "order", "step ms", "torch DDP over it", "near"]
+    keys = ("ratio", "link", "method")
     yield from table(
         head,
         [
-            [*(str(c[key]) for key in keys), f"{c['step_ms']:.0f}", f"{c['over_ddp']:.2f}", f"{c['near_ideal']:.2f}"]
+            [
+                str(c["workers"]),
+                f"{c['gradient_bytes'] / 1e6:.1f} MB",
+                *(str(c[key]) for key in keys),
+                f"{c['step_ms']:.0f}",
+                f"{c['over_ddp']:.2f}",
+                f"{c['near_ideal']:.2f}",
+            ]
             for c in cells
         ],
     )
