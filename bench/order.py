@@ -66,7 +66,7 @@ def contender(name: str, workers: int, batch: int, sizes: Path) -> Contender:
     job = [sys.executable, str(Path(__file__).with_name("order_job.py"))]
     width = width_for(workers)
     model = ["--layers", str(LAYERS), "--width", str(width), "--batch", str(batch)]
-    model += ["--bucket-mb", f"{(width / 512) ** 2:g}"]  # a layer
+    model += ["--bucket-mb", f"{(width / WIDTHS[2]) ** 2:g}"]  # a layer
     return Contender(method, [*job, *model], knobs, alias=name.replace(" ", "-"))
 
 

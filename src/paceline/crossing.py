@@ -83,7 +83,9 @@ class Crossing:
         self._called.update(own)
         if self._step is not None:
             own += self._shy if root else ()
-            self._land([b for b in self._due.values() if any(id(s.param) in own for s in b.slots)])
+            some = [b for b in self._due.values() if any(id(s.param) in own for s in b.slots)]
+            if some or not self._judged:
+                self._land(some)
 
     def gradient(self, param: Tensor) -> None:
         """One is about to be added to p.grad."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+import types
 
+from paceline import telemetry
 from paceline.telemetry import Bye, Metric, Note, Recorder, Skip, Step, read
 
 
@@ -42,23 +44,27 @@ def test_untimed_time_does_not_count(tmp_path):
     assert step.wall_ms < 60
 
 
-def test_what_was_put_off_counts_where_it_is_made_up_for(tmp_path):
+def test_what_was_put_off_counts_where_it_is_made_up_for(tmp_path, monkeypatch):
+    now = [1.0]
+    clock = types.SimpleNamespace(perf_counter=lambda: now[0], thread_time=lambda: now[0] / 2, monotonic=time.monotonic)
+    monkeypatch.setattr(telemetry, "time", clock)
     recorder = Recorder(tmp_path, 0)
     recorder.start_lap(1, 0.0)
     with recorder.untimed():
         recorder.sent += 1000
+        now[0] += 32.0
         with recorder.timed():
-            time.sleep(0.1)
+            now[0] += 4.0
             recorder.sent += 7
-        assert recorder.moment().busy_s >= 0.1
-        time.sleep(0.1)
+        assert recorder.moment().busy_s == 4.0
+        now[0] += 64.0
     with recorder.timed():
+        now[0] += 2.0
         recorder.sent += 70
     recorder.end_lap()
     recorder.flush()
     (step,) = read(tmp_path / "worker-0.jsonl")
-    assert 100 <= step.wall_ms < 160
-    assert step.sent == 77
+    assert (step.wall_ms, step.cpu_ms, step.sent) == (6000.0, 3000.0, 77)
 
 
 def test_broken_and_unfinished_lines_are_passed_over(tmp_path):

@@ -100,9 +100,9 @@ class Offload:
         sizes = [b.own.stop - b.own.start for b in self.staying]
         if not sizes:
             return 0
-        s, n = self.staying[0].flat.element_size(), sum(sizes)
-        coming = sum(s * size for b, size in zip(self.staying, sizes, strict=True) if b.kept.is_meta)
-        return coming + (0 if self._began else MOMENTS * n) + turn(n, max(sizes), s)
+        widths, n = [b.flat.element_size() for b in self.staying], sum(sizes)
+        coming = sum(s * size for b, s, size in zip(self.staying, widths, sizes, strict=True) if b.kept.is_meta)
+        return coming + (0 if self._began else MOMENTS * n) + turn(n, max(sizes), min(widths))
 
     def open_disk(self, folder: Path, size: float, rank: int) -> None:
         """For those that are not to be in memory: about `size` bytes, with the worker's number in the file's name."""
