@@ -11,7 +11,8 @@ is reached.
 
 The lab's links are made of this machine's processors too, and the more bytes a step has the less is left to compute
 with: four workers on two cores with 12 MB of gradients keep both busy all the time, a third of it with sending, and
-then there is nothing to hide behind. So four workers have a model of a quarter of the size and four times the batch.
+then there is nothing to hide behind. So four workers have a model of a quarter of the size and four times the batch;
+on a machine with cores enough give `--width 512`.
 Wants root for the shaped links; leave the machine alone while it runs.
 """
 
@@ -23,6 +24,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,63 +52,70 @@ TUNING_STEPS = 130  # more than the tuner takes
 Cell = dict[str, Any]
 
 
-def width_for(workers: int) -> int:
-    return WIDTHS.get(workers, min(WIDTHS.values()))
+@dataclass(frozen=True)
+class Job:
+    """What is trained, by how many; the batch is each worker's."""
+
+    workers: int
+    width: int
+    batch: int
+
+    @classmethod
+    def of(cls, workers: int, batch: int, width: int | None) -> Job:
+        """As much to compute in all whatever the number of workers and the width."""
+        width = width or WIDTHS.get(workers, min(WIDTHS.values()))
+        return cls(workers, width, max(1, batch * 2 * WIDTHS[2] ** 2 // (workers * width**2)))
+
+    @property
+    def gradient_bytes(self) -> int:
+        return 4 * LAYERS * self.width * (self.width + 1)
+
+    def wire_s(self, mbit: float) -> float:
+        """Seconds the bytes of a mean need on a link of that speed."""
+        return 2 * self.gradient_bytes * (self.workers - 1) / self.workers * 8 / (mbit * 1e6)
+
+    def command(self) -> list[str]:
+        layer_mb = 4 * self.width**2 / 2**20
+        model = {"layers": LAYERS, "width": self.width, "batch": self.batch, "bucket-mb": f"{layer_mb:g}"}
+        words = [word for name, value in model.items() for word in (f"--{name}", str(value))]
+        return [sys.executable, str(Path(__file__).with_name("order_job.py")), *words]
 
 
-def gradient_bytes(workers: int) -> int:
-    width = width_for(workers)
-    return 4 * LAYERS * width * (width + 1)
-
-
-def contender(name: str, workers: int, batch: int, sizes: Path) -> Contender:
+def contender(name: str, job: Job, sizes: Path) -> Contender:
     """sizes: the file that the tuner writes, if it does not exist yet, and reads."""
     method, knobs = METHODS[name]
     knobs = {**knobs, "tuned": str(sizes)} if name.endswith("tuned") else knobs
-    job = [sys.executable, str(Path(__file__).with_name("order_job.py"))]
-    width = width_for(workers)
-    model = ["--layers", str(LAYERS), "--width", str(width), "--batch", str(batch)]
-    model += ["--bucket-mb", f"{(width / WIDTHS[2]) ** 2:g}"]  # a layer
-    return Contender(method, [*job, *model], knobs, alias=name.replace(" ", "-"))
+    return Contender(method, job.command(), knobs, alias=name.replace(" ", "-"))
 
 
-def race(
-    names: Sequence[str], workers: int, link: str, batch: int, sizes: Path, *, steps: int, turn: int
-) -> list[score.Row]:
+def race(names: Sequence[str], job: Job, link: str, sizes: Path, rules: Rules) -> list[score.Row]:
     """The rows of all, in the order of their names."""
-    racing = [contender(name, workers, batch, sizes) for name in names]
-    rules = Rules(steps=steps, warmup=3, turn=turn)
-    with network(link, workers, None) as links, tempfile.TemporaryDirectory() as folder:
+    racing = [contender(name, job, sizes) for name in names]
+    with network(link, job.workers, None) as links, tempfile.TemporaryDirectory() as folder:
         if not course.run(racing, rules, links, Path(folder)):
             raise KeyboardInterrupt
     rows = []
     for name, one in zip(names, racing, strict=True):
         if one.error:
             raise SystemExit(f"{name}: {one.error}")
-        rows.append(score.rows([one.entry(workers)], link=link, warmup=rules.warmup)[0])
+        rows.append(score.rows([one.entry(job.workers)], link=link, warmup=rules.warmup)[0])
     return rows
 
 
-def wire_s(workers: int, mbit: float) -> float:
-    """Seconds the bytes of a mean need on a link of that speed."""
-    return 2 * gradient_bytes(workers) * (workers - 1) / workers * 8 / (mbit * 1e6)
-
-
-def measure(workers: int, ratio: float, sizes: Path, *, batch: int, steps: int, turn: int) -> list[Cell]:
-    floor = race(["floor"], workers, "unlimited", batch, sizes, steps=steps, turn=turn)[0]
+def measure(job: Job, ratio: float, sizes: Path, rules: Rules) -> list[Cell]:
+    floor = race(["floor"], job, "unlimited", sizes, rules)[0]
     floor_ms = floor.step_ms_median or math.nan
-    mbit = wire_s(workers, 1.0) / (ratio * floor_ms / 1e3)
-    link = f"{max(mbit, 1.0):.0f}mbit"
-    race(["priority tuned"], workers, link, batch, sizes, steps=TUNING_STEPS, turn=TUNING_STEPS)
+    link = f"{max(job.wire_s(1.0) / (ratio * floor_ms / 1e3), 1.0):.0f}mbit"
+    race(["priority tuned"], job, link, sizes, replace(rules, steps=TUNING_STEPS, turn=TUNING_STEPS))
     found = json.loads(sizes.read_text())
-    rows = race(list(METHODS), workers, link, batch, sizes, steps=steps, turn=turn)
+    rows = race(list(METHODS), job, link, sizes, rules)
     ms = {name: row.step_ms_median or math.nan for name, row in zip(METHODS, rows, strict=True)}
-    ideal = max(ms["floor"], 1e3 * wire_s(workers, (parse_link(link).bits_per_second or 0) / 1e6))
+    ideal = max(ms["floor"], 1e3 * job.wire_s((parse_link(link).bits_per_second or 0) / 1e6))
     return [
         {
-            "workers": workers,
+            "workers": job.workers,
             "ratio": ratio,
-            "gradient_bytes": gradient_bytes(workers),
+            "gradient_bytes": job.gradient_bytes,
             "link": link,
             "method": name,
             "step_ms": ms[name],
@@ -141,6 +150,7 @@ def main() -> None:
         default=2048,
         help="samples for each of two workers; of more, who share the machine, there is as much to compute in all",
     )
+    parser.add_argument("--width", type=int, help="of a layer; 512, for more than two workers 256")
     args = parser.parse_args()
     check_writable(args.out)
     if why := namespaces.available():
@@ -149,9 +159,10 @@ def main() -> None:
     for workers in map(int, args.workers.split(",")):
         for ratio in map(float, args.ratios.split(",")):
             with tempfile.TemporaryDirectory() as folder:
-                batch = args.batch * 2 // workers * (WIDTHS[2] // width_for(workers)) ** 2
-                how = {"batch": batch, "steps": args.steps, "turn": args.turn}
-                new = measure(workers, ratio, Path(folder) / "sizes.json", **how)
+                job = Job.of(workers, args.batch, args.width)
+                new = measure(
+                    job, ratio, Path(folder) / "sizes.json", Rules(steps=args.steps, warmup=3, turn=args.turn)
+                )
             table(new)
             cells = [c for c in cells if (c["workers"], c["ratio"]) != (workers, ratio)] + new
             save(args.out, sorted(cells, key=lambda c: (c["workers"], c["ratio"])))
