@@ -10,8 +10,9 @@ the GPU but `device_gb`, `auto` chooses, and `nvme` and `auto` may use the disk 
 FOLDER. `plain` is a loop without Paceline, weights and moments in bf16 with no master; `fsdp2` is torch's FSDP2 with
 its CPU offload. The losses of the first steps are kept: all start from the same weights and see the same data.
 
-A host is often shared, and its memory slower in one minute than in another. So each row says how many parameters
-torch's fused AdamW steps in a second there, alone, just before.
+A host is often shared, and its memory slower in one minute than in another, the first of a machine above all. So each
+row says how many parameters torch's fused AdamW steps in a second there, alone, just before, and keeps in `earlier`
+what was measured when it was run before.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import argparse
 import json
 import math
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -202,10 +202,19 @@ def measure(case: Case, folder: str) -> dict[str, Any]:
         "steps_s": [round(t, 4) for t in took],
         "first_step_after_s": round(ready, 1),
         "gpu_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        "host_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
+        "host_gib": round(_most_memory() / 2**30, 2),
         "losses": [round(x, 4) for x in losses],
         "state_gb": _where(optimizer),
     }
+
+
+def _most_memory() -> int:
+    """Bytes this process has had at once. What getrusage says begins with its parent's, which has stepped as well."""
+    return next(
+        1024 * int(line.split()[1])
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
 
 
 def _where(optimizer: torch.optim.Optimizer) -> dict[str, float]:
@@ -240,6 +249,16 @@ def run(case: Case, folder: str, limit_s: float) -> dict[str, Any]:
         return row | {"error": done.stderr.strip()[-1500:]}
     said = [line for line in done.stderr.splitlines() if line.startswith("paceline: optimizer state")]
     return row | json.loads(done.stdout.strip().splitlines()[-1]) | ({"said": said[0]} if said else {})
+
+
+def added(row: dict[str, Any], known: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All rows, this one in the place of the one that was of its case."""
+    old = [one for one in known if one["case"] == row["case"]]
+    earlier = [
+        *(reading for one in old for reading in one.get("earlier", [])),
+        *({key: one.get(key) for key in ("step_s", "host_gparams_s", "date", "commit")} for one in old),
+    ]
+    return [one for one in known if one["case"] != row["case"]] + [row | ({"earlier": earlier} if earlier else {})]
 
 
 def main() -> None:
@@ -280,8 +299,7 @@ def main() -> None:
         )
         if args.out and "error" not in row:
             known = json.loads(args.out.read_text())["cases"] if args.out.exists() else []
-            known = [old for old in known if old["case"] != row["case"]] + [row]
-            write(args.out, json.dumps({**header, "cases": known}, indent=1) + "\n")
+            write(args.out, json.dumps({**header, "cases": added(row, known)}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

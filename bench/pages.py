@@ -129,34 +129,40 @@ def _where(row: dict[str, Any]) -> str:
     return f"{row['task']}, {row['workers']} workers, {row['condition']}"
 
 
+ORDERS = {"Sixteen": "order_16_cores", "Two": "order"}
+
+
 def orders(name: str) -> Iterator[str]:
     """Of an order: a step beside torch DDP's, and how near it comes to the ideal pipeline."""
-    book = results("order")
-    cells = book.get("cells", [])
-    if not any(cell["method"].split()[0] == name for cell in cells):
+    books = {cores: results(book) for cores, book in ORDERS.items()}
+    if not any(cell["method"].split()[0] == name for book in books.values() for cell in book.get("cells", [])):
         return
     yield "## Measured"
     yield ""
     yield "A stack of equal layers, whose bytes take `comm/comp` times its computing on that link, each worker on a"
-    yield "host of its own in the network lab, two cores (`bench/results/order.json`). `near` is the larger of the two,"
-    yield "which no order can beat, over the step. With more workers gradients are smaller: the cores send, too."
-    yield ""
+    yield "host of its own in the network lab. `near` is the larger of the two, which no order can beat, over the step."
+    yield "The lab's links are made of the same cores: where four workers share two, gradients are smaller, and an"
+    yield "order has less to gain."
     head = ["workers", "gradients", "comm/comp", "link", "order", "step ms", "torch DDP over it", "near"]
     keys = ("ratio", "link", "method")
-    yield from table(
-        head,
-        [
+    for cores, book in books.items():
+        yield ""
+        yield f"{cores} cores (`bench/results/{ORDERS[cores]}.json`):"
+        yield ""
+        yield from table(
+            head,
             [
-                str(c["workers"]),
-                f"{c['gradient_bytes'] / 1e6:.1f} MB",
-                *(str(c[key]) for key in keys),
-                f"{c['step_ms']:.0f}",
-                f"{c['over_ddp']:.2f}",
-                f"{c['near_ideal']:.2f}",
-            ]
-            for c in cells
-        ],
-    )
+                [
+                    str(c["workers"]),
+                    f"{c['gradient_bytes'] / 1e6:.1f} MB",
+                    *(str(c[key]) for key in keys),
+                    f"{c['step_ms']:.0f}",
+                    f"{c['over_ddp']:.2f}",
+                    f"{c['near_ideal']:.2f}",
+                ]
+                for c in book.get("cells", [])
+            ],
+        )
 
 
 def sharing(name: str) -> Iterator[str]:
