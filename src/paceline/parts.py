@@ -7,6 +7,7 @@ A `Method` is one part for each question about a step: how is a mean estimated (
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -192,7 +193,7 @@ class Layout(Part):
 
     axis: ClassVar[str] = "layout"
     background: ClassVar[bool] = False  # it wants `ex.background`, a lane beside the gradients'
-    at_once: ClassVar[int] = 10**9  # buckets under way together; fewer where the memory of more would count
+    at_once: ClassVar[int] = sys.maxsize  # buckets under way together; fewer where the memory of more would count
 
     def check(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that cannot be stepped as the state is shared out."""
