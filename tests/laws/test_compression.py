@@ -129,9 +129,18 @@ def test_save_and_load_goes_on_bit_equal_in_another_cut(name):
     close(parted, whole, tol=1e-6 if name != "sign" else 5e-2)  # sign's blocks are a bucket's, not a parameter's
 
 
-@pytest.mark.parametrize(("knobs", "tolerance"), [({}, 1e-5), ({"share": 0.1}, 1e-5), ({"wire": "bf16"}, 2.0**-8)])
-def test_powersgd_in_fp32_loses_nothing(knobs, tolerance):
-    """The law's tolerance is that of bf16 on the wire; fp32 is held to less here."""
+@pytest.mark.parametrize(
+    ("knobs", "tolerance"),
+    [
+        ({}, 1e-5),
+        ({"share": 0.1}, 1e-5),
+        ({"wire": "bf16"}, 2.0**-8),
+        ({"wire": "int8"}, 1e-5),
+        ({"wire": "int4"}, 1e-5),
+    ],
+)
+def test_powersgd_loses_nothing(knobs, tolerance):
+    """The law's tolerance is that of bf16, whose sums are rounded as they go; all others are held to less here."""
 
     def work(comm):
         b, reducer = BUCKETS[3](comm.world), fresh("powersgd", knobs)
@@ -145,6 +154,38 @@ def test_powersgd_in_fp32_loses_nothing(knobs, tolerance):
     for step in zip(*threads.run(3, work), strict=True):
         x, mean, left = (torch.stack([r[i] for r in step]).double() for i in range(3))
         assert (x.mean(0) - mean[0] - left.mean(0)).abs().max() <= tolerance * x.abs().max()
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_powersgd_in_few_bits_sends_what_it_says(wire, world):
+    def work(comm):
+        b, reducer = BUCKETS[3](comm.world), fresh("powersgd", {"wire": wire, "rank": 3})
+        before = comm.sent
+        means = [reduce(comm, reducer, b, vector(b, comm.rank))[0].clone()]
+        return comm.sent - before, reducer.sends(b, comm.world), means
+
+    for sent, said, means in (results := threads.run(world, work)):
+        assert sent == said
+        assert torch.equal(means[0], results[0][2][0]), "all workers have one mean"
+
+
+@pytest.mark.parametrize(("wire", "off"), [("fp32", 1e-5), ("bf16", 0.01), ("int8", 0.02), ("int4", 0.5)])
+def test_powersgd_finds_what_is_of_low_rank(wire, off):
+    """Each worker's matrices have rank one, so nothing but the rounding stands between the mean and its estimate."""
+
+    def work(comm):
+        b, reducer = BUCKETS[3](comm.world), fresh("powersgd", {"wire": wire, "rank": 4})
+        x = vector(b, comm.rank)
+        for s in b.slots:
+            if s.param.dim() > 1:
+                m = x[s.start : s.stop].view(s.param.shape)
+                m.copy_(m[:, :1] @ m[:1])
+        return x.clone(), reduce(comm, reducer, b, x)[0].clone()
+
+    (x, mean), (y, _) = threads.run(2, work)
+    want = (x + y) / 2
+    assert (mean - want).norm() <= off * want.norm()
 
 
 def test_powersgd_ranks_by_share():

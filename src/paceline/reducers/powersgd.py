@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from paceline.kernels import Code, add_blocks, encode_blocks, key
 from paceline.knobs import knob
 from paceline.parts import Comm, Part, Reduced, Reducer
 from paceline.registry import register
 
 if TYPE_CHECKING:
     from paceline.bucket import Bucket, Slot
+
+
+_D = 64  # values to a block: short, for what lies together in a factor is of one size, and its neighbour is not
+_CODES = {f"int{bits}": Code("uniform", bits, _D, "max") for bits in (8, 4)}
 
 
 @register
@@ -29,13 +34,15 @@ class PowerSGD(Reducer):
 
     name: ClassVar[str] = "powersgd"
     paper: ClassVar[str] = "Vogels, Karimireddy, Jaggi, PowerSGD, NeurIPS 2019"
-    formula: ClassVar[str] = "2·w·(W−1)/W · (Σ r·(n+m) over matrices + the rest whole), w = 4 bytes, or 2 in bf16"
+    formula: ClassVar[str] = (
+        "2·w·(W−1)/W · (Σ r·(n+m) over matrices + the rest whole), w = 4 bytes, bf16 2, int8 1 1/16, int4 9/16"
+    )
     gives: ClassVar[frozenset[str]] = frozenset({"leftover", "whole matrices"})
     tolerance: ClassVar[float] = 2.0**-8  # in bf16 sums are rounded as they go; in fp32 it is 1e-5
 
     rank: int = knob(4, "higher: nearer to the exact mean, more bytes", low=1, high=4096)
     share: float = knob(0.0, "if not 0: each matrix's rank is what takes this share of its bytes", low=0.0, high=1.0)
-    wire: Literal["fp32", "bf16"] = knob("fp32", "bf16: half the bytes again; P, Q and the rest rounded to 8 bits")
+    wire: Literal["fp32", "bf16", "int8", "int4"] = knob("fp32", "fewer bytes: P, Q and the rest are rounded to it")
     seed: int = knob(0, "of the first Q, the same on all workers", low=0)
 
     def recipe(self) -> dict[str, Part]:
@@ -48,12 +55,10 @@ class PowerSGD(Reducer):
         flat = x.float()  # itself, if it is fp32; whatever the gradients are, P and Q are made of fp32
         M = [flat[s.start : s.stop].view(_shape(s)) for s in thin]
         Qt = [self._start(s) for s in thin]
-        first = [m @ qt.T for m, qt in zip(M, Qt, strict=True)] + [flat[s.start : s.stop] for s in whole]
-        first = self._rounded(first)
-        averaged = _cut(await comm.mean(self._join(first, flat)), first)
-        P = [_orthonormal(p) for p in averaged[: len(thin)]]
-        mine = self._rounded([(p / len(p)).T @ m for p, m in zip(P, M, strict=True)])
-        Qt = _cut(await comm.mean(self._join(mine, flat)), mine)
+        Pt = [(m @ qt.T).T for m, qt in zip(M, Qt, strict=True)]
+        first, averaged = await self._agree(b, [*Pt, *(flat[s.start : s.stop] for s in whole)], comm, 0)
+        P = [_orthonormal(pt.T) for pt in averaged[: len(thin)]]
+        mine, Qt = await self._agree(b, [(p / len(p)).T @ m for p, m in zip(P, M, strict=True)], comm, 1)
         mean = self.scratch(b, flat)
         mean[b.n :] = 0.0
         for s, p, qt in zip(thin, P, Qt, strict=True):
@@ -95,16 +100,35 @@ class PowerSGD(Reducer):
         thin, whole = self._split(b)
         first = sum(_shape(s)[0] * self._rank(s) for s in thin) + sum(s.stop - s.start for s in whole)
         second = sum(_shape(s)[1] * self._rank(s) for s in thin)
+        if code := _CODES.get(self.wire):
+            return sum(2 * (world - 1) * code.bytes(_slice(n, world)) for n in (first, second) if n)
         size = 2 if self.wire == "bf16" else 4
         return sum(2 * size * n * (world - 1) // world for n in (first, second))
 
-    def _rounded(self, parts: list[Tensor]) -> list[Tensor]:
-        """What the others will get of them."""
-        return [p.bfloat16().float() for p in parts] if self.wire == "bf16" else parts
+    async def _agree(self, b: Bucket, parts: list[Tensor], comm: Comm, leg: int) -> tuple[list[Tensor], list[Tensor]]:
+        """What this worker adds to their mean, and the mean."""
+        if not parts:
+            return [], []
+        flat = torch.cat([p.reshape(-1) for p in parts])
+        if code := _CODES.get(self.wire):
+            sent, mean = await self._by_slices(b, flat, comm, code, leg)
+            return _cut(sent, parts), _cut(mean, parts)
+        if self.wire == "bf16":
+            flat = flat.bfloat16()
+            parts = _cut(flat.float(), parts)
+        return parts, _cut((await comm.mean(flat)).float(), parts)
 
-    def _join(self, parts: list[Tensor], like: Tensor) -> Tensor:
-        whole = torch.cat([p.reshape(-1) for p in parts]) if parts else like.new_zeros(0)
-        return whole.bfloat16() if self.wire == "bf16" else whole
+    async def _by_slices(self, b: Bucket, x: Tensor, comm: Comm, code: Code, leg: int) -> tuple[Tensor, Tensor]:
+        """Codes cannot be summed on the way, so everyone sends slice r to worker r, which sends their mean on."""
+        world, n = comm.world, _slice(len(x), comm.world)
+        slices = torch.nn.functional.pad(x, (0, world * n - len(x))).view(world, n)
+        dice = [key(self.seed, comm.rank, b.index, b.step, leg, r) for r in range(world + 1)]
+        coded = torch.stack([encode_blocks(one, code, k) for one, k in zip(slices, dice[:world], strict=True)])
+        own = add_blocks(x.new_empty(n), await comm.alltoall(coded), code, factor=1 / world, keep=False)
+        back = await comm.gather(encode_blocks(own, code, dice[world]))
+        sent, mean = (_decoded(messages, code, n) for messages in (coded, back))
+        sent[comm.rank] += world * (mean[comm.rank] - own)  # who rounds a mean remembers that for all
+        return sent.view(-1)[: len(x)], mean.view(-1)[: len(x)]
 
 
 def _shape(s: Slot) -> tuple[int, int]:
@@ -122,5 +146,14 @@ def _orthonormal(p: Tensor) -> Tensor:
 
 
 def _cut(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    pieces = flat.float().split([p.numel() for p in like])
-    return [piece.view_as(p) for piece, p in zip(pieces, like, strict=True)]
+    return [piece.view(p.shape) for piece, p in zip(flat.split([p.numel() for p in like]), like, strict=True)]
+
+
+def _slice(n: int, world: int) -> int:
+    """A worker's part of n values, in whole blocks."""
+    return -(-n // (world * _D)) * _D
+
+
+def _decoded(messages: Tensor, code: Code, n: int) -> Tensor:
+    rows = [add_blocks(torch.empty(n, device=messages.device), m[None], code, factor=1.0, keep=False) for m in messages]
+    return torch.stack(rows)
