@@ -233,6 +233,13 @@ def test_no_slice_is_where_it_was(tmp_path, params, world):
     assert all(trained(world, batches=data(3), end=held, **on(params, tmp_path)))
 
 
+@everywhere
+def test_what_lies_where_is_said(tmp_path, capsys, params):
+    trained(1, batches=data(1), **on(params, tmp_path))
+    where = str(tmp_path) if params == "nvme" else "memory"
+    assert f"in memory; parameters: 0.0 MB in {where}" in capsys.readouterr().err
+
+
 def test_what_stays_on_the_device_keeps_its_parameters_there(tmp_path):
     def end(one):
         return [loans(one).of[i].home is None for i in sorted(loans(one).of) if i >= 0]

@@ -17,6 +17,7 @@ from paceline.errors import StoreError
 from paceline.stores.choosing import MOMENTS, RESERVE, STATE, Chosen, Load, Room, measured, place
 from paceline.stores.disk import speed
 from paceline.stores.nvme import OnDisk
+from paceline.stores.params import InFile
 from paceline.telemetry import Note
 
 if TYPE_CHECKING:
@@ -95,6 +96,10 @@ def tell(ex: Exchange, aways: dict[int, Away], folder: str, room: Room | None) -
     words += [f"{_gb(memory)} in memory"] if memory else []
     words += [f"{_gb(disk)} in {folder}{_rates(folder)}"] if disk else []
     text = f"optimizer state: {', '.join(words)}"
+    homes = [(away.home, b) for b in ex.buckets if (away := aways.get(b.index)) and away.home]
+    if homes:
+        size = sum((b.own.stop - b.own.start) * b.flat.itemsize for _, b in homes)
+        text += f"; parameters: {_gb(size)} in {folder if isinstance(homes[0][0], InFile) else 'memory'}"
     text += f"; {_free(room, folder)}" if room is not None else ""
     ex.recorder.emit(Note(t=time.monotonic(), text=text))
     print(f"paceline: {text}", file=sys.stderr, flush=True)
