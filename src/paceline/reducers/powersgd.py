@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from paceline.kernels import Code, add_blocks, encode_blocks, key
+from paceline.kernels import Code, key
 from paceline.knobs import knob
 from paceline.parts import Comm, Part, Reduced, Reducer
+from paceline.reducers._slices import mean_by_slices, sent_by_slices
 from paceline.registry import register
 
 if TYPE_CHECKING:
     from paceline.bucket import Bucket, Slot
 
 
-_D = 64  # values to a block: short, for what lies together in a factor is of one size, and its neighbour is not
-_CODES = {f"int{bits}": Code("uniform", bits, _D, "max") for bits in (8, 4)}
+# Short blocks: what lies together in a factor is of one size, and its neighbour is not.
+_CODES = {f"int{bits}": Code("uniform", bits, 64, "max") for bits in (8, 4)}
 
 
 @register
@@ -101,7 +102,7 @@ class PowerSGD(Reducer):
         first = sum(_shape(s)[0] * self._rank(s) for s in thin) + sum(s.stop - s.start for s in whole)
         second = sum(_shape(s)[1] * self._rank(s) for s in thin)
         if code := _CODES.get(self.wire):
-            return sum(2 * (world - 1) * code.bytes(_slice(n, world)) for n in (first, second) if n)
+            return sum(sent_by_slices(n, world, code) for n in (first, second) if n)
         size = 2 if self.wire == "bf16" else 4
         return sum(2 * size * n * (world - 1) // world for n in (first, second))
 
@@ -111,24 +112,13 @@ class PowerSGD(Reducer):
             return [], []
         flat = torch.cat([p.reshape(-1) for p in parts])
         if code := _CODES.get(self.wire):
-            sent, mean = await self._by_slices(b, flat, comm, code, leg)
+            dice = [key(self.seed, comm.rank, b.index, b.step, leg, r) for r in range(comm.world + 1)]
+            sent, mean = await mean_by_slices(flat, comm, code, dice)
             return _cut(sent, parts), _cut(mean, parts)
         if self.wire == "bf16":
             flat = flat.bfloat16()
             parts = _cut(flat.float(), parts)
         return parts, _cut((await comm.mean(flat)).float(), parts)
-
-    async def _by_slices(self, b: Bucket, x: Tensor, comm: Comm, code: Code, leg: int) -> tuple[Tensor, Tensor]:
-        """Codes cannot be summed on the way, so everyone sends slice r to worker r, which sends their mean on."""
-        world, n = comm.world, _slice(len(x), comm.world)
-        slices = torch.nn.functional.pad(x, (0, world * n - len(x))).view(world, n)
-        dice = [key(self.seed, comm.rank, b.index, b.step, leg, r) for r in range(world + 1)]
-        coded = torch.stack([encode_blocks(one, code, k) for one, k in zip(slices, dice[:world], strict=True)])
-        own = add_blocks(x.new_empty(n), await comm.alltoall(coded), code, factor=1 / world, keep=False)
-        back = await comm.gather(encode_blocks(own, code, dice[world]))
-        sent, mean = (_decoded(messages, code, n) for messages in (coded, back))
-        sent[comm.rank] += world * (mean[comm.rank] - own)  # who rounds a mean remembers that for all
-        return sent.view(-1)[: len(x)], mean.view(-1)[: len(x)]
 
 
 def _shape(s: Slot) -> tuple[int, int]:
@@ -147,13 +137,3 @@ def _orthonormal(p: Tensor) -> Tensor:
 
 def _cut(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
     return [piece.view(p.shape) for piece, p in zip(flat.split([p.numel() for p in like]), like, strict=True)]
-
-
-def _slice(n: int, world: int) -> int:
-    """A worker's part of n values, in whole blocks."""
-    return -(-n // (world * _D)) * _D
-
-
-def _decoded(messages: Tensor, code: Code, n: int) -> Tensor:
-    rows = [add_blocks(torch.empty(n, device=messages.device), m[None], code, factor=1.0, keep=False) for m in messages]
-    return torch.stack(rows)

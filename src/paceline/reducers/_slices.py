@@ -1,0 +1,43 @@
+"""The mean of a vector in a block code, at bytes that do not grow with the world."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.kernels import Code, add_blocks, encode_blocks
+from paceline.parts import Comm
+
+
+async def mean_by_slices(x: Tensor, comm: Comm, code: Code, dice: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """What this worker adds to the mean, and the mean.
+
+    Codes cannot be summed on the way, so everyone sends slice r to worker r, which sends their mean on. What that
+    second rounding costs is its own to remember, for all: the mean of what workers add is the mean, exactly. dice:
+    W + 1 keys.
+    """
+    world, n = comm.world, _length(len(x), comm.world, code)
+    slices = torch.nn.functional.pad(x, (0, world * n - len(x))).view(world, n)
+    coded = torch.stack([encode_blocks(one, code, key) for one, key in zip(slices, dice[:world], strict=True)])
+    own = add_blocks(x.new_empty(n), await comm.alltoall(coded), code, factor=1 / world, keep=False)
+    back = await comm.gather(encode_blocks(own, code, dice[world]))
+    sent, mean = (_decoded(messages, code, n) for messages in (coded, back))
+    sent[comm.rank] += world * (mean[comm.rank] - own)
+    return sent.view(-1)[: len(x)], mean.view(-1)[: len(x)]
+
+
+def sent_by_slices(n: int, world: int, code: Code) -> int:
+    """Bytes, of n values."""
+    return 2 * (world - 1) * code.bytes(_length(n, world, code))
+
+
+def _length(n: int, world: int, code: Code) -> int:
+    """Of a slice of n values: whole blocks."""
+    return -(-n // (world * code.d)) * code.d
+
+
+def _decoded(messages: Tensor, code: Code, n: int) -> Tensor:
+    rows = [add_blocks(torch.empty(n, device=messages.device), m[None], code, factor=1.0, keep=False) for m in messages]
+    return torch.stack(rows)
