@@ -341,10 +341,10 @@ def test_what_is_sent(stage):
 def test_buckets_are_small_only_where_their_memory_counts():
     """On a fast link every further operation only takes time; replicated state has nothing to save by it."""
 
+    wide = built(lambda: nn.Sequential(*(nn.Linear(640, 640) for _ in range(8))))
+
     def buckets(layout):
-        end = lambda one: len(one.engine.buckets)  # noqa: E731
-        wide = built(lambda: nn.Sequential(*(nn.Linear(640, 640) for _ in range(8))))
-        return trained(2, layout, make=wide, batches=[], end=end, bucket_mb=None)[0]
+        return trained(2, layout, make=wide, batches=[], end=lambda one: len(one.engine.buckets), bucket_mb=None)[0]
 
     assert buckets("replicated") == 1
     assert buckets("zero2") > 4
