@@ -156,13 +156,12 @@ def main() -> None:
     if why := namespaces.available():
         raise SystemExit(f"shaped links need the lab: {why}")
     cells: list[Cell] = json.loads(args.out.read_text())["cells"] if args.out.exists() else []
+    rules = Rules(steps=args.steps, warmup=3, turn=args.turn)
     for workers in map(int, args.workers.split(",")):
+        job = Job.of(workers, args.batch, args.width)
         for ratio in map(float, args.ratios.split(",")):
             with tempfile.TemporaryDirectory() as folder:
-                job = Job.of(workers, args.batch, args.width)
-                new = measure(
-                    job, ratio, Path(folder) / "sizes.json", Rules(steps=args.steps, warmup=3, turn=args.turn)
-                )
+                new = measure(job, ratio, Path(folder) / "sizes.json", rules)
             table(new)
             cells = [c for c in cells if (c["workers"], c["ratio"]) != (workers, ratio)] + new
             save(args.out, sorted(cells, key=lambda c: (c["workers"], c["ratio"])))

@@ -134,8 +134,8 @@ ORDERS = {"Sixteen": "order_16_cores", "Two": "order"}
 
 def orders(name: str) -> Iterator[str]:
     """Of an order: a step beside torch DDP's, and how near it comes to the ideal pipeline."""
-    books = {cores: results(book) for cores, book in ORDERS.items()}
-    if not any(cell["method"].split()[0] == name for book in books.values() for cell in book.get("cells", [])):
+    found = {cores: cells for cores, book in ORDERS.items() if (cells := results(book).get("cells"))}
+    if not any(cell["method"].split()[0] == name for cells in found.values() for cell in cells):
         return
     yield "## Measured"
     yield ""
@@ -145,7 +145,7 @@ def orders(name: str) -> Iterator[str]:
     yield "order has less to gain."
     head = ["workers", "gradients", "comm/comp", "link", "order", "step ms", "torch DDP over it", "near"]
     keys = ("ratio", "link", "method")
-    for cores, book in books.items():
+    for cores, cells in found.items():
         yield ""
         yield f"{cores} cores (`bench/results/{ORDERS[cores]}.json`):"
         yield ""
@@ -160,7 +160,7 @@ def orders(name: str) -> Iterator[str]:
                     f"{c['over_ddp']:.2f}",
                     f"{c['near_ideal']:.2f}",
                 ]
-                for c in book.get("cells", [])
+                for c in cells
             ],
         )
 

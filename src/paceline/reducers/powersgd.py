@@ -39,12 +39,12 @@ class PowerSGD(Reducer):
         "2·w·(W−1)/W · (Σ r·(n+m) over matrices + the rest whole), w = 4 bytes, bf16 2, int8 1 1/16, int4 9/16"
     )
     gives: ClassVar[frozenset[str]] = frozenset({"leftover", "whole matrices"})
-    tolerance: ClassVar[float] = 2.0**-8  # in bf16 sums are rounded as they go; in fp32 it is 1e-5
+    tolerance: ClassVar[float] = 2.0**-8  # in bf16 sums are rounded as they go; elsewhere it is 1e-5
 
     rank: int = knob(4, "higher: nearer to the exact mean, more bytes", low=1, high=4096)
     share: float = knob(0.0, "if not 0: each matrix's rank is what takes this share of its bytes", low=0.0, high=1.0)
     wire: Literal["fp32", "bf16", "int8", "int4"] = knob("fp32", "fewer bytes: P, Q and the rest are rounded to it")
-    seed: int = knob(0, "of the first Q, the same on all workers", low=0)
+    seed: int = knob(0, "of the first Q, the same on all workers, and of the dice", low=0)
 
     def recipe(self) -> dict[str, Part]:
         from paceline.reducers.error_feedback import ErrorFeedback
