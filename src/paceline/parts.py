@@ -117,16 +117,6 @@ class Reducer(Part):
         whole = await self.mean(b, x, comm)
         return Reduced(whole.mean.view(comm.world, -1)[comm.rank], whole.left)
 
-    def scratch(self, b: Bucket, like: Tensor) -> Tensor:
-        """A vector to put the mean into: the same one in every step. Memory fresh from the system costs a CPU more
-        than a dozen passes over it."""
-        if like.is_cuda:
-            return torch.empty_like(like)
-        known: dict[Any, Tensor] = vars(self).setdefault("_scratch", {})
-        if (b.index, like.dtype) not in known or known[b.index, like.dtype].shape != like.shape:
-            known[b.index, like.dtype] = torch.empty_like(like)
-        return known[b.index, like.dtype]
-
     def kind(self, name: str, p: Tensor) -> Hashable:
         """Parameters of different kinds never share a bucket. A wrapper's kinds are those of the reducers inside."""
         return tuple(r.kind(name, p) for r in vars(self).values() if isinstance(r, Reducer))

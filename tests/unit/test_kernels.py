@@ -7,6 +7,7 @@ import torch
 
 from paceline.kernels import Code, add_blocks, add_bytes, blocks, encode_blocks, encode_bytes, key, largest, minmax
 from paceline.kernels.blocks import Dice
+from paceline.kernels.code import deal, join
 from paceline.kernels.largest import threshold
 
 UNIFORM = [Code("uniform", bits, d, norm) for bits in (2, 4, 8) for d in (32, 256) for norm in ("max", "l2")]
@@ -99,6 +100,16 @@ def test_messages_are_added_up():
     start = values(500, 9)
     total = add_blocks(start.clone(), coded, code, factor=-0.5, keep=True)
     torch.testing.assert_close(total.double(), start.double() - 0.5 * each, rtol=1e-5, atol=1e-5)
+
+
+def test_a_message_is_dealt_out_and_joined_again():
+    """Each worker's share is what its blocks would be as a message of their own."""
+    code, x = Code("uniform", 4, 64, "max"), values(3 * 128).round().clamp(-7, 7)
+    x[::64] = 7.0  # every value is a level, whatever the dice say
+    whole = encode_blocks(x, code, 0)
+    dealt = deal(whole, 3, code)
+    assert torch.equal(dealt, torch.stack([encode_blocks(part, code, 0) for part in x.view(3, -1)]))
+    assert torch.equal(join(dealt, code), whole)
 
 
 def test_bytes_are_the_nearest_of_256():

@@ -37,3 +37,15 @@ def split(coded: Tensor, code: Code) -> tuple[Tensor, Tensor]:
     blocks = coded.shape[1] // (4 + code.d * code.bits // 8)
     norms = coded[:, : 4 * blocks].view(torch.float32)
     return norms, coded[:, 4 * blocks :].unflatten(1, (blocks, code.d * code.bits // 8))
+
+
+def deal(message: Tensor, world: int, code: Code) -> Tensor:
+    """A message as one for each worker [W, bytes], with an equal share of its blocks."""
+    norms, packed = split(message[None], code)
+    return torch.cat([norms.view(torch.uint8).view(world, -1), packed.view(world, -1)], 1)
+
+
+def join(messages: Tensor, code: Code) -> Tensor:
+    """What `deal` has dealt out, or what workers made of it, as one message again."""
+    norms, packed = split(messages, code)
+    return torch.cat([norms.view(torch.uint8).flatten(), packed.flatten()])

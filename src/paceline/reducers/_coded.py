@@ -10,6 +10,7 @@ from torch import Tensor
 from paceline.errors import MethodError
 from paceline.kernels import Code, add_blocks, encode_blocks
 from paceline.parts import Comm, Reduced, Reducer
+from paceline.reducers._memory import scratch
 
 if TYPE_CHECKING:
     from paceline.bucket import Bucket
@@ -37,7 +38,7 @@ class Coded(Reducer):
         return 0
 
     async def mean(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
-        code, mean, v = self.code(), self.scratch(b, x), x[: b.n]
+        code, mean, v = self.code(), scratch(self, b, x), x[: b.n]
         everyone = await comm.gather(encode_blocks(v, code, self.key(b, comm.rank)))
         add_blocks(mean[: b.n], everyone, code, factor=1 / comm.world, keep=False)
         mean[b.n :] = 0.0

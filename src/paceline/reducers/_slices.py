@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels import Code, add_blocks, encode_blocks
+from paceline.kernels.code import deal, join
 from paceline.parts import Comm
 
 
@@ -15,17 +16,21 @@ async def mean_by_slices(x: Tensor, comm: Comm, code: Code, dice: Sequence[int])
     """What this worker adds to the mean, and the mean.
 
     Codes cannot be summed on the way, so everyone sends slice r to worker r, which sends their mean on. What that
-    second rounding costs is its own to remember, for all: the mean of what workers add is the mean, exactly. dice:
-    W + 1 keys.
+    second rounding costs is its own to remember, for all: the mean of what workers add is the mean, exactly. dice: a
+    key for each rounding.
     """
     world, n = comm.world, _length(len(x), comm.world, code)
-    slices = torch.nn.functional.pad(x, (0, world * n - len(x))).view(world, n)
-    coded = torch.stack([encode_blocks(one, code, key) for one, key in zip(slices, dice[:world], strict=True)])
+    padded = torch.nn.functional.pad(x, (0, world * n - len(x)))
+    coded = deal(encode_blocks(padded, code, dice[0]), world, code)
     own = add_blocks(x.new_empty(n), await comm.alltoall(coded), code, factor=1 / world, keep=False)
-    back = await comm.gather(encode_blocks(own, code, dice[world]))
-    sent, mean = (_decoded(messages, code, n) for messages in (coded, back))
-    sent[comm.rank] += world * (mean[comm.rank] - own)
-    return sent.view(-1)[: len(x)], mean.view(-1)[: len(x)]
+    back = await comm.gather(encode_blocks(own, code, dice[1]))
+    sent, mean = (
+        add_blocks(torch.empty_like(padded), join(messages, code)[None], code, factor=1.0, keep=False)
+        for messages in (coded, back)
+    )
+    mine = slice(comm.rank * n, (comm.rank + 1) * n)
+    sent[mine] += world * (mean[mine] - own)
+    return sent[: len(x)], mean[: len(x)]
 
 
 def sent_by_slices(n: int, world: int, code: Code) -> int:
@@ -36,8 +41,3 @@ def sent_by_slices(n: int, world: int, code: Code) -> int:
 def _length(n: int, world: int, code: Code) -> int:
     """Of a slice of n values: whole blocks."""
     return -(-n // (world * code.d)) * code.d
-
-
-def _decoded(messages: Tensor, code: Code, n: int) -> Tensor:
-    rows = [add_blocks(torch.empty(n, device=messages.device), m[None], code, factor=1.0, keep=False) for m in messages]
-    return torch.stack(rows)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.knobs import knob
 from paceline.parts import KEEPS, Comm, Reduced, Reducer
+from paceline.reducers._memory import lend
 from paceline.reducers.topk import TopK
 from paceline.registry import register
 
@@ -53,6 +54,7 @@ class ErrorFeedback(Reducer):
             corrected.copy_(x)
         else:
             torch.add(x, e, out=corrected)
+        lend(self.of, b, x)
         reduced = await self.of.mean(b, corrected, comm)
         left = reduced.left()
         if left is None and e is not None:
@@ -63,7 +65,7 @@ class ErrorFeedback(Reducer):
         return Reduced(reduced.mean.to(x.dtype), lambda: left)
 
     def _spare(self, b: Bucket, x: Tensor, e: Tensor | None) -> Tensor:
-        """A vector to work in: the e before this one, if the commit has let it go. See Reducer.scratch for why."""
+        """A vector to work in: the e before this one, if the commit has let it go. See _memory.py for why."""
         spare, self._before[b.index] = self._before.get(b.index), None if x.is_cuda else e
         if spare is None or spare is e or spare is self.state.real.get((b.index, "e")) or spare.shape != x.shape:
             return torch.empty_like(x, dtype=torch.float32)

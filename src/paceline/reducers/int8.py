@@ -11,6 +11,7 @@ from torch import Tensor
 from paceline.kernels import add_bytes, encode_bytes
 from paceline.kernels.minmax import HEAD
 from paceline.parts import Comm, Reduced, Reducer
+from paceline.reducers._memory import scratch
 from paceline.registry import register
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Int8(Reducer):
         mine = torch.empty(slices.shape[1], device=x.device)
         add_bytes(mine, await comm.alltoall(sent), factor=1 / comm.world, keep=False)
         back = await comm.gather(encode_bytes(mine[None])[0])
-        mean = self.scratch(b, x).view_as(slices)
+        mean = scratch(self, b, x).view_as(slices)
         for one, coded in zip(mean, back, strict=True):
             add_bytes(one, coded[None], factor=1.0, keep=False)
 

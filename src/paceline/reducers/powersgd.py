@@ -11,7 +11,9 @@ from torch import Tensor
 from paceline.kernels import Code, key
 from paceline.knobs import knob
 from paceline.parts import Comm, Part, Reduced, Reducer
+from paceline.reducers._memory import scratch
 from paceline.reducers._slices import mean_by_slices, sent_by_slices
+from paceline.reducers._thin import orthonormal, over_n, scaled
 from paceline.registry import register
 
 if TYPE_CHECKING:
@@ -54,48 +56,50 @@ class PowerSGD(Reducer):
     async def mean(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
         thin, whole = self._split(b)
         flat = x.float()  # itself, if it is fp32; whatever the gradients are, P and Q are made of fp32
-        M = [flat[s.start : s.stop].view(_shape(s)) for s in thin]
-        Qt = [self._start(s) for s in thin]
-        Pt = [(m @ qt.T).T for m, qt in zip(M, Qt, strict=True)]
-        first, averaged = await self._agree(b, [*Pt, *(flat[s.start : s.stop] for s in whole)], comm, 0)
-        P = [_orthonormal(pt.T) for pt in averaged[: len(thin)]]
-        mine, Qt = await self._agree(b, [(p / len(p)).T @ m for p, m in zip(P, M, strict=True)], comm, 1)
-        mean = self.scratch(b, flat)
+        M, rest = [_of(s, flat).view(_shape(s)) for s in thin], [_of(s, flat) for s in whole]
+        Pt = [qt @ m.T for m, qt in zip(M, scaled([self._last(s) for s in thin]), strict=True)]
+        first, averaged = await self._agree(b, [*Pt, *rest], comm, 0)
+        P = orthonormal(averaged[: len(thin)])
+        mine, Qt = await self._agree(b, [p.T @ m for p, m in zip(over_n(P), M, strict=True)], comm, 1)
+        mean = scratch(self, b, flat)
         mean[b.n :] = 0.0
         for s, p, qt in zip(thin, P, Qt, strict=True):
-            torch.mm(p, qt, out=mean[s.start : s.stop].view(_shape(s)))
+            torch.mm(p, qt, out=_of(s, mean).view(_shape(s)))
             self.state[s.name, "Q"] = qt.clone()
-        for s, v in zip(whole, averaged[len(thin) :], strict=True):
-            mean[s.start : s.stop] = v
+        if whole:
+            torch._foreach_copy_([_of(s, mean) for s in whole], averaged[len(thin) :])
 
         def left() -> Tensor:
             for m, p, qt in zip(M, P, mine, strict=True):
                 m.addmm_(p, qt, alpha=-1.0)
-            for s, v in zip(whole, first[len(thin) :], strict=True):
-                flat[s.start : s.stop] -= v
+            if rest:
+                torch._foreach_sub_(rest, first[len(thin) :])
             return flat
 
         return Reduced(mean.to(x.dtype), left)
 
     def _split(self, b: Bucket) -> tuple[list[Slot], list[Slot]]:
-        """Which tensors gain from two thin factors, and which do not."""
-        some = [s for s in b.slots if s.stop > s.start]
-        thin = [s for s in some if s.param.dim() > 1 and self._rank(s) * sum(_shape(s)) < s.stop - s.start]
-        return thin, [s for s in some if s not in thin]
+        """Which tensors gain from two thin factors, those of one shape together, and which do not."""
+        thin: list[Slot] = []
+        whole: list[Slot] = []
+        for s in b.slots:
+            if s.stop > s.start:
+                gains = s.param.dim() > 1 and self._rank(s) * sum(_shape(s)) < s.stop - s.start
+                (thin if gains else whole).append(s)
+        return sorted(thin, key=_shape), whole
 
     def _rank(self, s: Slot) -> int:
         n, m = _shape(s)
         return max(1, min(int(self.share * n * m / (n + m)) if self.share else self.rank, n, m))
 
-    def _start(self, s: Slot) -> Tensor:
-        """Qᵀ of the step before, its rows brought to a size at which M·Q cannot overflow."""
+    def _last(self, s: Slot) -> Tensor:
+        """Qᵀ of the step before."""
         (_, m), r = _shape(s), self._rank(s)
         qt: Tensor | None = self.state.get((s.name, "Q"))
         if qt is None or len(qt) != r:  # the first step, or another rank from now on
             generator = torch.Generator().manual_seed(self.seed + sum(map(ord, s.name)))
             qt = torch.randn(r, m, generator=generator).to(s.param.device)
-        largest = qt.abs().amax(1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
-        return qt / largest / m
+        return qt
 
     def sends(self, b: Bucket, world: int) -> int:
         thin, whole = self._split(b)
@@ -112,7 +116,7 @@ class PowerSGD(Reducer):
             return [], []
         flat = torch.cat([p.reshape(-1) for p in parts])
         if code := _CODES.get(self.wire):
-            dice = [key(self.seed, comm.rank, b.index, b.step, leg, r) for r in range(comm.world + 1)]
+            dice = [key(self.seed, comm.rank, b.index, b.step, leg, rounding) for rounding in (0, 1)]
             sent, mean = await mean_by_slices(flat, comm, code, dice)
             return _cut(sent, parts), _cut(mean, parts)
         if self.wire == "bf16":
@@ -126,13 +130,8 @@ def _shape(s: Slot) -> tuple[int, int]:
     return rows, (s.stop - s.start) // rows
 
 
-def _orthonormal(p: Tensor) -> Tensor:
-    """By Householder's reflections, in fp32: also for columns that are zero or alike, which it completes to a basis.
-    So a matrix whose gradient was zero for a while comes back to life. Columns have length √n, not 1, so that PᵀM/n
-    is no larger than M and cannot overflow.
-    """
-    q: Tensor = torch.linalg.qr(p / p.abs().amax().clamp_(min=torch.finfo(torch.float32).tiny)).Q
-    return q.mul_(len(q) ** 0.5)
+def _of(s: Slot, flat: Tensor) -> Tensor:
+    return flat[s.start : s.stop]
 
 
 def _cut(flat: Tensor, like: list[Tensor]) -> list[Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline.knobs import knob
 from paceline.parts import Comm, Part, Reduced, Reducer
+from paceline.reducers._memory import scratch
 from paceline.registry import register
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class RandomK(Reducer):
 
     async def mean(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
         where = self._draw(b)
-        mean = self.scratch(b, x).zero_()
+        mean = scratch(self, b, x).zero_()
         mean[where] = (await comm.mean(x[where].float())).to(x.dtype)
         return Reduced(mean, lambda: x.index_fill_(0, where, 0.0))
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from paceline.kernels import largest
 from paceline.knobs import knob
 from paceline.parts import Comm, Part, Reduced, Reducer
+from paceline.reducers._memory import scratch
 from paceline.registry import register
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class TopK(Reducer):
             return Reduced((await comm.mean(x.float())).to(x.dtype))
         where = self.select(b, x)
         mine = torch.stack([x.index_select(0, where).float().view(torch.int32), where.int()])
-        mean = self.scratch(b, x).zero_()
+        mean = scratch(self, b, x).zero_()
         for value, place in await comm.gather(mine):  # one after the other: the same order, and so bits, everywhere
             mean.index_add_(0, place, value.view(torch.float32).to(x.dtype))
         return Reduced(mean.div_(comm.world), lambda: x.index_fill_(0, where, 0.0))

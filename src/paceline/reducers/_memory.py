@@ -1,0 +1,38 @@
+"""Vectors to put a mean into, the same ones in every step.
+
+Memory fresh from the system costs a CPU more than a dozen passes over it. A GPU's allocator keeps what was freed: there
+each is made when it is needed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from paceline.parts import Reducer
+
+if TYPE_CHECKING:
+    from paceline.bucket import Bucket
+
+
+def scratch(reducer: Reducer, b: Bucket, like: Tensor) -> Tensor:
+    """This reducer's vector for this bucket, with whatever is in it."""
+    known, key = _known(reducer), (b.index, like.dtype)
+    if like.is_cuda:
+        return torch.empty_like(like)
+    if key not in known or known[key].shape != like.shape:
+        known[key] = torch.empty_like(like)
+    return known[key]
+
+
+def lend(reducer: Reducer, b: Bucket, x: Tensor) -> None:
+    """From now on it is x, which its owner does not need any more: the mean is then made where the gradients were."""
+    if not x.is_cuda:
+        _known(reducer)[b.index, x.dtype] = x
+
+
+def _known(reducer: Reducer) -> dict[Any, Tensor]:
+    known: dict[Any, Tensor] = vars(reducer).setdefault("_scratch", {})
+    return known
