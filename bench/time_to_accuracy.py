@@ -69,6 +69,7 @@ TUNED: dict[str, tuple[str, dict[str, Any]]] = {
     "powersgd rank=8 bf16": ("powersgd", {"rank": 8, "wire": "bf16", "bucket_mb": 16}),
     "topk ratio=0.1": ("topk", {"ratio": 0.1}),
     "qsgd bits=8": ("qsgd", {"bits": 8}),
+    "powersgd rank=8 int4": ("powersgd", {"rank": 8, "wire": "int4", "bucket_mb": 16}),
     "powersgd priority": ("powersgd+priority", {"rank": 8, "wire": "bf16"}),
 }
 # Methods with another sync, by the name they have in `syncs`.
@@ -78,6 +79,7 @@ SYNCS: dict[str, tuple[str, dict[str, Any]]] = {
     "local_sgd powersgd H=4": ("local_sgd+powersgd", {"every": 4, "rank": 8, "wire": "bf16", "delay": 2}),
     "local_sgd powersgd H=3": ("local_sgd+powersgd", {"every": 3, "rank": 10, "wire": "bf16", "delay": 1}),
     "local_sgd powersgd H=2": ("local_sgd+powersgd", {"every": 2, "rank": 8, "wire": "bf16", "delay": 1}),
+    "local_sgd powersgd int4": ("local_sgd+powersgd", {"every": 4, "rank": 16, "wire": "int4", "bucket_mb": 16}),
     "post_local_sgd": ("post_local_sgd+powersgd", {"start": 20, "every": 8, "rank": 8, "wire": "bf16", "delay": 3}),
     "slowmo powersgd": ("slowmo+powersgd", {"every": 8, "beta": 0.3, "rank": 8, "wire": "bf16", "delay": 3}),
     "diloco powersgd H=4": (
@@ -109,7 +111,7 @@ OURS = {
     ("text", 2, "100mbit"): "powersgd priority",
     ("text", 2, "10mbit"): "powersgd priority",
     ("text", 4, "100mbit"): "powersgd rank=8 bf16",
-    ("text", 4, "10mbit"): "local_sgd powersgd H=4",
+    ("text", 4, "10mbit"): "powersgd rank=8 int4",
 }
 SLOW = "one slow worker"  # a condition of `syncs`, in the place of a link
 CONDITIONS = ("unlimited", "100mbit", "10mbit", SLOW)
@@ -242,6 +244,7 @@ def train_whole(task: str, name: str, workers: int, condition: str, seed: int, l
     return {
         "steps": met.step if met else None,
         "seconds": round(met.busy_s, 3) if met else None,
+        "ran": limit,
         "ran_seconds": round(curve[-1].busy_s, 3) if curve else None,
         "best": round((min if target.falls else max)(p.value for p in curve), 4) if curve else None,
         "sent_bytes_per_step": round(sent / limit),
@@ -422,7 +425,8 @@ def summary(book: Book) -> Iterator[Cell]:
     """For each link the best of ours over exact without a limit: by steps × step time at the same speed of the machine,
     and by whole runs.
     """
-    known, whole = list(estimates(book)), [row for row in syncs_summary(book) if row["over_exact_unlimited"]]
+    known = list(estimates(book))
+    whole = [row for row in syncs_summary(book) if row["over_exact_unlimited"] and row["seeds"] >= len(SEEDS)]
     for task, workers in sorted({(cell["task"], cell["workers"]) for cell in known}):
         where = {"task": task, "workers": workers}
         here = [cell for cell in known if where.items() <= cell.items()]
@@ -452,14 +456,19 @@ def summary(book: Book) -> Iterator[Cell]:
 def syncs_summary(book: Book) -> Iterator[Cell]:
     """By condition: each method's seconds to the target over exact's without a limit, and exact's own over it (on a
     slow link as steps × step time: a whole run of it would take the better part of an hour); and how good the model is
-    at the end of the run, in the same steps. Means over the seeds. Only what ran on machines of one kind is compared.
+    at the end of the run, in the same steps. Means over the seeds, and compared over those that both have run. Only
+    what ran on machines of one kind is compared.
     """
     by_steps = {(c["task"], c["workers"], c["link"]): c["seconds"] for c in estimates(book) if c["method"] == "exact"}
     for task, workers, condition in sorted({(c["task"], c["workers"], c["condition"]) for c in book.cells["syncs"]}):
         where = {"task": task, "workers": workers}
 
-        def seconds(name: str, condition: str, where: Cell = where) -> float | None:
-            met = [c.get("seconds") for c in book.find("syncs", **where, method=name, condition=condition)]
+        def seeds(name: str, condition: str, where: Cell = where) -> set[int]:
+            return {c["seed"] for c in book.find("syncs", **where, method=name, condition=condition)}
+
+        def seconds(name: str, condition: str, among: set[int], where: Cell = where) -> float | None:
+            cells = book.find("syncs", **where, method=name, condition=condition)
+            met = [c.get("seconds") for c in cells if c["seed"] in among]
             return statistics.mean(s for s in met if s) if met and all(met) else None
 
         def last(name: str, condition: str, where: Cell = where) -> float | None:
@@ -470,20 +479,21 @@ def syncs_summary(book: Book) -> Iterator[Cell]:
         def machines(name: str, condition: str, where: Cell = where) -> set[str]:
             return {c.get("cpu", "") for c in book.find("syncs", **where, method=name, condition=condition)}
 
-        free = seconds("exact", "unlimited")
-        here = seconds("exact", condition) or by_steps.get((task, workers, condition))
         for name in ("exact", *TUNED, *SYNCS):
-            took = seconds(name, condition)
-            if not book.find("syncs", **where, method=name, condition=condition):
+            if not (own := seeds(name, condition)):
                 continue
+            both = own & seeds("exact", "unlimited")
+            took, free = seconds(name, condition, own), seconds("exact", "unlimited", both)
+            shared = seconds(name, condition, both)
+            here = seconds("exact", condition, own) or by_steps.get((task, workers, condition))
             alike = machines(name, condition) == machines("exact", "unlimited")
             yield {
                 **where,
                 "condition": condition,
                 "method": name,
-                "seeds": len(book.find("syncs", **where, method=name, condition=condition)),
+                "seeds": len(own),
                 "seconds": _rounded(took),
-                "over_exact_unlimited": _rounded(took / free) if took and free and alike else None,
+                "over_exact_unlimited": _rounded(shared / free) if shared and free and alike else None,
                 "faster_than_exact_here": _rounded(here / took) if took and here else None,
                 "last_value": _rounded(last(name, condition)),
                 "exacts_last_value": _rounded(last("exact", "unlimited")),
@@ -505,8 +515,8 @@ def times_the_steps(book: Book, task: str, name: str, workers: int, link: str) -
 
     def step_s(name: str, condition: str) -> float | None:
         ran = book.find("syncs", task=task, workers=workers, method=name, condition=condition)
-        took = [c["ran_seconds"] for c in ran if c.get("ran_seconds")]
-        return statistics.mean(took) / TASKS[task].whole if took else None
+        took = [c["ran_seconds"] / c.get("ran", TASKS[task].whole) for c in ran if c.get("ran_seconds")]
+        return statistics.mean(took) if took else None
 
     free, here = step_s("exact", "unlimited"), step_s(name, link)
     return GOALS[link] * free / here if free and here else None
