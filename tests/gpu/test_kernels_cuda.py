@@ -200,3 +200,37 @@ def test_reducers(name, knobs, world):
     for cuda, cpu in zip(work("cuda"), work("cpu"), strict=True):
         for got, want in zip(cuda, cpu, strict=True):
             assert torch.isclose(got, want, rtol=1e-4, atol=1e-5).float().mean() > 0.999
+
+
+@pytest.mark.parametrize(("wire", "tolerance"), [("fp32", 1e-5), ("bf16", 2.0**-8), ("int8", 1e-5), ("int4", 1e-5)])
+def test_powersgd(wire, tolerance):
+    """Nothing is lost, all workers have one mean, and no step but the first, which draws Q, waits for the device."""
+    torch.linalg.qr(
+        torch.eye(2, device="cuda")
+    )  # torch loads the library at its first use, and not in two threads at once
+    shapes = [(300, 200), (64,), (300, 200), (96, 8, 3, 3)]
+    named = [(f"p{i}", torch.nn.Parameter(torch.zeros(shape, device="cuda"))) for i, shape in enumerate(shapes)]
+    buckets, reducers = [Bucket(0, named, 2) for _ in range(2)], [fresh("powersgd", {"wire": wire}) for _ in range(2)]
+
+    def work(comm):
+        b, reducer, out = buckets[comm.rank], reducers[comm.rank], []
+
+        async def run():
+            reduced = await reducer.mean(b, given[comm.rank].clone(), comm)
+            out.extend([reduced.mean, reduced.left()])
+
+        pipeline = Pipeline()
+        pipeline.start(run())
+        pipeline.drain()
+        reducer.state.commit()
+        return out
+
+    for step in range(3):
+        given = [same.vector(b.flat.numel(), seed=2 * step + r).cuda() for r, b in enumerate(buckets)]
+        for b, x in zip(buckets, given, strict=True):
+            x[b.n :], b.step = 0.0, step
+        with no_waiting() if step else contextlib.nullcontext():
+            (mean, left), (other, rest) = threads.run(2, work, deadline_s=100.0)
+    assert torch.equal(mean, other)
+    x, y = given
+    assert ((x + y) / 2 - mean - (left + rest) / 2).abs().max() <= tolerance * x.abs().max()
