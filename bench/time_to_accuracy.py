@@ -70,6 +70,7 @@ TUNED: dict[str, tuple[str, dict[str, Any]]] = {
     "topk ratio=0.1": ("topk", {"ratio": 0.1}),
     "qsgd bits=8": ("qsgd", {"bits": 8}),
     "powersgd rank=8 int4": ("powersgd", {"rank": 8, "wire": "int4", "bucket_mb": 16}),
+    "powersgd rank=8 int8": ("powersgd", {"rank": 8, "wire": "int8", "bucket_mb": 16}),
     "powersgd priority": ("powersgd+priority", {"rank": 8, "wire": "bf16"}),
 }
 # Methods with another sync, by the name they have in `syncs`.
@@ -111,7 +112,7 @@ OURS = {
     ("text", 2, "100mbit"): "powersgd priority",
     ("text", 2, "10mbit"): "powersgd priority",
     ("text", 4, "100mbit"): "powersgd rank=8 bf16",
-    ("text", 4, "10mbit"): "powersgd rank=8 int4",
+    ("text", 4, "10mbit"): "local_sgd powersgd int4",
 }
 SLOW = "one slow worker"  # a condition of `syncs`, in the place of a link
 CONDITIONS = ("unlimited", "100mbit", "10mbit", SLOW)
