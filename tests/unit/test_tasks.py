@@ -17,7 +17,7 @@ from torch import Tensor
 import paceline
 from paceline import telemetry
 from paceline.errors import DataError
-from paceline.tasks import TASKS, fashion, loop, text
+from paceline.tasks import TASKS, digits, fashion, loop, text
 
 # ------------------------------------------------------------------------------------------------ text
 
@@ -240,3 +240,9 @@ def test_what_is_evaluated_later_is_what_was_there_then(tmp_path: Path) -> None:
     later = _job(tmp_path / "later", *words, "--eval-later", "--slow", "1")
     assert len(now) == 4
     assert [[s, n, round(v, 9)] for s, n, v in later] == [[s, n, round(v, 9)] for s, n, v in now]
+
+
+def test_digits_without_scikit_learn_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(DataError, match="scikit-learn"):
+        digits.digits()

@@ -17,15 +17,16 @@ from paceline.tasks.loop import Evaluations, accuracy, arguments, batches, sched
 
 def digits() -> tuple[TensorDataset, Tensor, Tensor]:
     """(training set, test images, test labels): every fifth digit is for testing."""
+    # The file alone: to import the package takes longer than to train.
     package = importlib.util.find_spec("sklearn")
-    if package is None or package.origin is None:
+    file = Path(package.origin or "").parent / "datasets" / "data" / "digits.csv.gz" if package else None
+    if file is None or not file.is_file():
         raise DataError(
             "the task `digits` needs scikit-learn, which is not installed",
             why="the images come with that package",
             do="pip install 'paceline[tasks]'",
         )
-    # The file alone: to import the package takes longer than to train.
-    rows = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    rows = np.loadtxt(file, delimiter=",")
     x, y = torch.tensor(rows[:, :-1], dtype=torch.float32) / 16, torch.tensor(rows[:, -1], dtype=torch.long)
     test = torch.arange(len(y)) % 5 == 4
     return TensorDataset(x[~test], y[~test]), x[test], y[test]
