@@ -205,9 +205,8 @@ def test_reducers(name, knobs, world):
 @pytest.mark.parametrize(("wire", "tolerance"), [("fp32", 1e-5), ("bf16", 2.0**-8), ("int8", 1e-5), ("int4", 1e-5)])
 def test_powersgd(wire, tolerance):
     """Nothing is lost, all workers have one mean, and no step but the first, which draws Q, waits for the device."""
-    torch.linalg.qr(
-        torch.eye(2, device="cuda")
-    )  # torch loads the library at its first use, and not in two threads at once
+    # torch loads its library at the first use, and not in two threads at once.
+    torch.linalg.qr(torch.eye(2, device="cuda"))
     shapes = [(300, 200), (64,), (300, 200), (96, 8, 3, 3)]
     named = [(f"p{i}", torch.nn.Parameter(torch.zeros(shape, device="cuda"))) for i, shape in enumerate(shapes)]
     buckets, reducers = [Bucket(0, named, 2) for _ in range(2)], [fresh("powersgd", {"wire": wire}) for _ in range(2)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,11 +20,9 @@ from paceline.reducers.dgc import DGC
 from paceline.reducers.error_feedback import ErrorFeedback
 from paceline.reducers.exact import Exact
 from paceline.reducers.half import Half
-from paceline.reducers.int8 import Int8
 from paceline.reducers.per_bucket import PerBucket
 from paceline.reducers.powersgd import PowerSGD
 from paceline.reducers.qsgd import QSGD
-from paceline.reducers.sign import Sign
 from paceline.reducers.topk import TopK
 from paceline.reducers.warmup import Warmup
 from paceline.state import State
@@ -288,12 +285,12 @@ def test_what_is_left_is_made_of_the_one_vector_it_allocates(dtype):
     threads.run(1, work)
 
 
-@pytest.mark.parametrize("of", [TopK(), PowerSGD(), Sign(), Int8()], ids=lambda of: of.name)
-def test_the_mean_is_made_where_the_gradients_were(of):
+@pytest.mark.parametrize("name", ["topk", "powersgd", "sign", "int8"])
+def test_the_mean_is_made_where_the_gradients_were(name):
     """They are not needed once g + e is made: a vector and two passes over memory less."""
 
     def work(comm):
-        b, own = BUCKETS[3](comm.world), ErrorFeedback(of=copy.deepcopy(of))
+        b, own = BUCKETS[3](comm.world), ErrorFeedback(of=fresh(name, {}))
         for step in range(2):
             x = b.flat.copy_(vector(b, step))
             assert together(own.mean(b, x, comm))[0].mean.data_ptr() == b.flat.data_ptr()

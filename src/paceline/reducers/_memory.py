@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 def scratch(reducer: Reducer, b: Bucket, like: Tensor) -> Tensor:
     """This reducer's vector for this bucket, with whatever is in it."""
-    known, key = _known(reducer), (b.index, like.dtype)
     if like.is_cuda:
         return torch.empty_like(like)
+    known, key = _known(reducer), (b.index, like.dtype)
     if key not in known or known[key].shape != like.shape:
         known[key] = torch.empty_like(like)
     return known[key]
