@@ -167,6 +167,7 @@ def test_more_than_two_to_the_31():
 REDUCERS = [
     ("qsgd", {}),
     ("qsgd", {"bits": 8, "norm": "l2"}),
+    ("qsgd", {"route": "slices"}),
     ("nuqsgd", {}),
     ("sign", {}),
     ("int8", {}),

@@ -16,7 +16,9 @@ from paceline.method import Method, method
 from rig import alone, close, data, loop, mlp, same, sgd, train, weights
 
 UNBIASED = [(n, k) for n in ("qsgd", "nuqsgd") for k in ({"bits": 2}, {"bits": 4}, {"bits": 8})] + [
-    ("qsgd", {"bits": 4, "norm": "l2"})
+    ("qsgd", {"bits": 4, "norm": "l2"}),
+    ("qsgd", {"route": "slices"}),
+    ("nuqsgd", {"route": "slices"}),
 ]
 DENSE = [("topk", {"ratio": 1.0}), ("randomk", {"ratio": 1.0}), ("powersgd", {"rank": 64})]
 BIASED = ["topk", "randomk", "sign", "powersgd", "half", "int8"]

@@ -117,8 +117,8 @@ class PowerSGD(Reducer):
         flat = torch.cat([p.reshape(-1) for p in parts])
         if code := _CODES.get(self.wire):
             dice = [key(self.seed, comm.rank, b.index, b.step, leg, rounding) for rounding in (0, 1)]
-            sent, mean = await mean_by_slices(flat, comm, code, dice)
-            return _cut(sent, parts), _cut(mean, parts)
+            mean, added = await mean_by_slices(flat, comm, code, dice)
+            return _cut(added(), parts), _cut(mean, parts)
         if self.wire == "bf16":
             flat = flat.bfloat16()
             parts = _cut(flat.float(), parts)
