@@ -392,13 +392,14 @@ def agreed(*, wait: bool = True) -> Iterator[None]:
     0's own weights are one rider's, not the group's. Every worker must enter. Under methods whose replicas always agree
     it does nothing and costs nothing.
 
-    wait=False: where workers keep their own pace (async_average, ...), wait for nobody and leave this worker's weights
-    as they are. For an evaluation in the middle of training, which would otherwise make the fast wait for the slow.
+    wait=False: where workers keep their own pace (async_average, ...), wait for nobody and take the newest weights that
+    this worker knows to have been everybody's, or its own. For an evaluation in the middle of training, which would
+    otherwise make the fast wait for the slow.
     """
     with contextlib.ExitStack() as stack:
         for engine in _session.pack if _session else ():
-            if wait or not engine.method.sync.own_pace:
-                stack.enter_context(consensus.agreed(engine))
+            together = wait or not engine.method.sync.own_pace
+            stack.enter_context(consensus.agreed(engine) if together else consensus.latest(engine))
         yield
 
 

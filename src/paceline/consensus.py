@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -27,19 +27,36 @@ def agreed(engine: Engine) -> Iterator[None]:
     if engine.idle or AGREE in engine.method.sync.facts():
         yield
         return
-    both = (*engine.buckets, *engine.buffers)
-    with torch.no_grad():
-        own = [b.weights() for b in both]
-        distance = _take_centre(engine, own)
-    engine.recorder.log({"consensus_distance": distance})
-    try:
+    with _own_again((*engine.buckets, *engine.buffers)) as own:
+        engine.recorder.log({"consensus_distance": _take_centre(engine, own)})
         yield
+
+
+@contextlib.contextmanager
+def latest(engine: Engine) -> Iterator[None]:
+    """Inside, parameters are the newest that were all workers', as far as this one knows: it waits for nobody."""
+    known = [(b, x) for b in engine.buckets if (x := engine.method.sync.latest(b)) is not None]
+    with _own_again([b for b, _ in known]):
+        with torch.no_grad():
+            for b, x in known:
+                b.write(x)
+        yield
+
+
+@contextlib.contextmanager
+def _own_again(buckets: Sequence[Bucket]) -> Iterator[list[Tensor]]:
+    """Afterwards weights are as they were."""
+    with torch.no_grad():
+        own = [b.weights() for b in buckets]
+    try:
+        yield own
     finally:
         with torch.no_grad():
-            for b, x in zip(both, own, strict=True):
+            for b, x in zip(buckets, own, strict=True):
                 b.write(x)
 
 
+@torch.no_grad()
 def _take_centre(engine: Engine, own: list[Tensor]) -> float:
     """The parameters become the centre's, the buffers the mean; how far the workers' own parameters were from it."""
     ex, apart = engine.ex, torch.zeros(1, dtype=torch.float64)

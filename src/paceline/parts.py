@@ -169,6 +169,10 @@ class Sync(Part):
         """The weights to evaluate and to save, where the workers' own differ."""
         return await ex.exact(b.weights())
 
+    def latest(self, b: Bucket) -> Tensor | None:
+        """Of a sync that keeps its own pace: the newest weights known to be all workers'. None: this worker's are."""
+        return None
+
     def settle(self, ex: Exchange) -> None:
         """Before an evaluation, a checkpoint and the end: let what is under way arrive."""
 

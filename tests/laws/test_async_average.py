@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import threads
-from paceline.consensus import agreed
+from paceline.consensus import agreed, latest
 from paceline.errors import MethodError
 from paceline.layouts.replicated import Replicated
 from paceline.method import Method, method
@@ -204,6 +204,32 @@ def test_with_the_real_clock_all_stop_together_and_can_go_on(world):
     assert found.isfinite().all()
     assert not torch.equal(found[0], found[1])
     close(found[1], found[2])
+
+
+def test_who_looks_without_waiting_sees_the_average_of_the_last_round():
+    """... its own weights before the first, and the settled ones after the last."""
+
+    def seen(rig):
+        own = weights(rig.model)
+        with latest(rig.engine):
+            looked_at = weights(rig.model)
+        assert torch.equal(weights(rig.model), own)
+        return own, looked_at
+
+    def work(comm):
+        rig, batches, found = rig_of(comm, Clocked(every=2)), data(3), []
+        for batch in batches:  # a snapshot after the second step, its average after the third
+            go_on(rig, [batch])
+            found.append(seen(rig))
+        rig.engine.method.sync.settle(rig.engine.ex)
+        return [*found, seen(rig)]
+
+    results = threads.run(3, work)
+    snapshots = torch.stack([worker[1][0] for worker in results])
+    for first, second, third, settled in results:
+        assert all(torch.equal(own, looked_at) for own, looked_at in (first, second, settled))
+        close(third[1], snapshots.mean(0))
+        assert not torch.equal(*third)
 
 
 def test_a_bad_gradient_of_one_worker_harms_nobody():

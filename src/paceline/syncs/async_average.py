@@ -65,6 +65,7 @@ class AsyncAverage(Sync):
         super().__post_init__()
         self._round: list[Flight] = []  # under way
         self._since = 0  # own steps since this worker's last snapshot
+        self._landed: list[tuple[Bucket, Tensor]] = []  # the average of the last round
 
     def due(self, step: int) -> bool:
         return step < self.warmup
@@ -100,11 +101,15 @@ class AsyncAverage(Sync):
         stop = float(averages[0][self._round[0].b.n]) > 1 - 0.5 / ex.world  # a mean of ones may be rounded
         for f, x in zip(self._round, averages, strict=True):
             f.b.write(x if stop else f.b.weights().add_(x - f.snapshot))
+        self._landed = [] if stop else [(f.b, x) for f, x in zip(self._round, averages, strict=True)]
         self._round.clear()
         return stop
 
     async def centre(self, b: Bucket, ex: Exchange) -> Tensor:
         return b.weights()  # settled: all have the same
+
+    def latest(self, b: Bucket) -> Tensor | None:
+        return next((x for one, x in self._landed if one is b), None)
 
     def settle(self, ex: Exchange) -> None:
         """Stop, at the same round on all workers. Training may go on after it."""
