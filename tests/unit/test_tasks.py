@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import os
 import re
@@ -174,6 +175,26 @@ def test_batches_end_when_the_loader_has_run_dry() -> None:
             return iter(next(epochs))
 
     assert [batch for _, batch in loop.batches(Loader(), 100)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("falling", "rising", "want"),
+    [
+        (False, 0, [1, 1, 1, 1, 1]),
+        (True, 0, [1, 0.8, 0.6, 0.4, 0.2]),
+        (False, 2, [0.5, 1, 1, 1, 1]),
+        (True, 2, [0.5, 0.8, 0.6, 0.4, 0.2]),
+    ],
+)
+def test_the_learning_rate_rises_and_falls_as_asked(falling: bool, rising: int, want: list[float]) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = loop.schedule(optimizer, argparse.Namespace(steps=5, falling=falling, rising=rising))
+    seen = []
+    for _ in want:
+        seen.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert seen == pytest.approx(want)
 
 
 def test_every_held_out_sample_has_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
