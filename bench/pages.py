@@ -126,7 +126,8 @@ _WHOLE = ("seconds", "over_exact_unlimited", "faster_than_exact_here")
 
 
 def _where(row: dict[str, Any]) -> str:
-    return f"{row['task']}, {row['workers']} workers, {row['condition']}"
+    how = ", by steps × step time" * row.get("by_steps", False)
+    return f"{row['task']}, {row['workers']} workers, {row['condition']}{how}"
 
 
 ORDERS = {"Sixteen": "order_16_cores", "Two": "order"}

@@ -13,7 +13,8 @@ time     the median step, for each task, number of workers and link: methods tak
          one link's turn than on another's.
 syncs    whole runs of the methods that agree less often or not all together (and, by name, of any other), beside exact:
          on slow links, and on a free one with a worker of half the speed. Weights are kept as they go by and evaluated
-         when training is over, so that nobody who looks gives the others time for nothing.
+         when training is over, so that nobody who looks gives the others time for nothing. What would take longer than
+         five minutes is run for a few steps and given the steps of the next faster link, and said to be so.
 
 final    how good the model is at the end of a run over which the learning rate falls to zero, as it does where training
          is finished and not only timed: for exact, for the reducers and syncs that were fastest. text is trained for
@@ -72,6 +73,7 @@ TUNED: dict[str, tuple[str, dict[str, Any]]] = {
     "qsgd bits=8": ("qsgd", {"bits": 8}),
     "powersgd rank=8 int4": ("powersgd", {"rank": 8, "wire": "int4", "bucket_mb": 16}),
     "powersgd rank=8 int8": ("powersgd", {"rank": 8, "wire": "int8", "bucket_mb": 16}),
+    "powersgd rank=32 int8": ("powersgd", {"rank": 32, "wire": "int8", "bucket_mb": 16}),
     "powersgd priority": ("powersgd+priority", {"rank": 8, "wire": "bf16"}),
 }
 # Methods with another sync, by the name they have in `syncs`.
@@ -102,7 +104,7 @@ SYNCS: dict[str, tuple[str, dict[str, Any]]] = {
     "parameter_server": ("parameter_server", {"consistency": "bounded"}),
 }
 FINAL = (
-    *("exact", "powersgd rank=8", "powersgd bf16", "powersgd rank=8 bf16", "qsgd"),
+    *("exact", "powersgd rank=8", "powersgd bf16", "powersgd rank=8 bf16", "powersgd rank=32 int8", "qsgd"),
     *(f"local_sgd powersgd{h}" for h in ("", " H=4", " H=3")),
 )
 # What we would use on a slow link.
@@ -118,6 +120,9 @@ OURS = {
 }
 SLOW = "one slow worker"  # a condition of `syncs`, in the place of a link
 CONDITIONS = ("unlimited", "100mbit", "10mbit", SLOW)
+# Who sends so much in every step that a whole run of text on the slowest link takes longer than five minutes.
+LONG = ("sma", "gossip", "gossip_lowbit", "parameter_server")
+A_FEW = 11  # steps of it
 
 TORCH = ("torch:ddp", "torch:fp16", "torch:powersgd")
 YARDSTICK = "floor"
@@ -256,6 +261,15 @@ def train_whole(task: str, name: str, workers: int, condition: str, seed: int, l
         "curve": [(p.step, round(p.busy_s, 2), round(p.value, 4)) for p in curve],
         "error": refusal(one.error) if one.error else None,
     }
+
+
+def train_a_few(task: str, name: str, workers: int) -> float | None:
+    """The mean step on the slowest link, by a few of them; None: it failed."""
+    cell = train_whole(task, name, workers, LINKS[-1], SEEDS[0], A_FEW)
+    if cell["error"] or len(cell["curve"]) < 2:
+        return None
+    (first, began, _), *_, (last, ended, _) = cell["curve"]
+    return float((ended - began) / (last - first))
 
 
 def train_out(task: str, name: str, workers: int, seed: int, times: float = 1.0) -> Cell:
@@ -498,6 +512,7 @@ def syncs_summary(book: Book) -> Iterator[Cell]:
                 "condition": condition,
                 "method": name,
                 "seeds": len(own),
+                "by_steps": any("how" in c for c in book.find("syncs", **where, method=name, condition=condition)),
                 "seconds": _rounded(took),
                 "over_exact_unlimited": _rounded(shared / free) if shared and free and alike else None,
                 "faster_than_exact_here": _rounded(here / took) if took and here else None,
@@ -581,7 +596,7 @@ def conclusion(book: Book) -> Iterator[str]:
 
 
 def syncs_table(book: Book) -> Iterator[str]:
-    """Fits 80 columns."""
+    """Fits 80 columns. ~: by steps × step time."""
     rows = list(syncs_summary(book))
     for task, workers, condition in dict.fromkeys((r["task"], r["workers"], r["condition"]) for r in rows):
         here = [r for r in rows if (r["task"], r["workers"], r["condition"]) == (task, workers, condition)]
@@ -591,6 +606,8 @@ def syncs_table(book: Book) -> Iterator[str]:
             ratios = [("over_exact_unlimited", 17, 2), ("faster_than_exact_here", 17, 2)]
             keys = [("seeds", 6, 0), ("seconds", 9, 1), *ratios, ("last_value", 7, 3)]
             words = [(f"{row[key]:.{digits}f}" if row[key] else "–").rjust(width) for key, width, digits in keys]
+            if row["by_steps"]:
+                words[1] = f"~{words[1].strip()}".rjust(len(words[1]))
             yield f"{row['method']:23s}{''.join(words)}"
         yield ""
 
@@ -687,8 +704,27 @@ def fill_syncs(
     for seed, condition, name in itertools.product(seeds, conditions, ("exact", *TUNED, *SYNCS)):
         key = {"task": task, "method": name, "workers": workers, "condition": condition, "seed": seed}
         slow_exact = name == "exact" and condition in LINKS[2:]  # hundreds of seconds, and in `seconds_to_target`
-        if name in chosen and not slow_exact and not book.known("syncs", **key):
+        if name not in chosen or slow_exact or book.known("syncs", **key):
+            continue
+        if name in LONG and condition == LINKS[-1]:
+            fill_by_steps(book, key)
+        else:
             book.add("syncs", key, train_whole(task, name, workers, condition, seed, limit or TASKS[task].whole))
+
+
+def fill_by_steps(book: Book, key: dict[str, Any]) -> None:
+    """What the run on the next faster link would have taken on the slowest: its steps × the time of one there, which
+    is no matter of the seed.
+    """
+    faster = book.find("syncs", **{**key, "condition": LINKS[-2]})
+    if not faster or faster[0]["error"]:
+        return
+    timed = [c["step_s"] for c in book.find("syncs", **{k: v for k, v in key.items() if k != "seed"}) if "step_s" in c]
+    step_s = timed[0] if timed else train_a_few(key["task"], key["method"], key["workers"])
+    if step_s:
+        there = {k: faster[0][k] for k in ("steps", "best", "sent_bytes_per_step", "link_kind", "curve", "error")}
+        took = {"seconds": there["steps"] and round(there["steps"] * step_s, 2), "step_s": step_s}
+        book.add("syncs", key, {**there, **took, "how": f"steps on {LINKS[-2]} × a mean step here"})
 
 
 def fill_final(book: Book, task: str, workers: int, seeds: Sequence[int], chosen: Sequence[str]) -> None:
