@@ -101,7 +101,7 @@ def _text(part: Part) -> str:
 
 def method(spec: str | Method | Part, **knobs: Any) -> Method:
     """A method from its name (`"powersgd"`, `"local_sgd+qsgd"`), a part, or a Method; knobs go to the part that has
-    them.
+    them. A wrapper wraps what is named after it: `"warmup+powersgd"`.
     """
     if isinstance(spec, Method):
         if knobs:
@@ -115,16 +115,25 @@ def method(spec: str | Method | Part, **knobs: Any) -> Method:
         raise MethodError(f"method={spec!r} is not a method", do="give a name, a Part or a paceline.Method")
     classes = [registry.find(name.strip()) for name in spec.split("+")]
     chosen: dict[str, Part] = {}
-    for cls, own in zip(classes, _split(classes, knobs), strict=True):
+    by: dict[str, str] = {}
+    for cls, own in reversed(list(zip(classes, _split(classes, knobs), strict=True))):
+        if _wraps(cls) and cls.axis in chosen and "of" not in own:
+            inner = chosen.pop(cls.axis)
+            own["of"] = inner.of if isinstance(inner, cls) else inner
         for axis, part in cls(**own).recipe().items():
             if axis in chosen:
                 raise MethodError(
                     f"{spec!r} names two parts for the axis {axis!r}",
-                    why=f"{chosen[axis].name} and {part.name} both answer the same question",
-                    do="name one of them, or nest them with paceline.Method",
+                    why=f"{cls.name} and {by[axis]} both answer the same question",
+                    do="name one of them, a wrapper before what it wraps, or nest them with paceline.Method",
                 )
-            chosen[axis] = part
+            chosen[axis], by[axis] = part, cls.name
     return Method(**chosen)  # type: ignore[arg-type]
+
+
+def _wraps(cls: type[Part]) -> bool:
+    """Does it hold another part of its axis, as `of`?"""
+    return any(f.name == "of" for f in dataclasses.fields(cls))
 
 
 def _split(classes: list[type[Part]], knobs: dict[str, Any]) -> list[dict[str, Any]]:

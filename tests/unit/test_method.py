@@ -90,6 +90,17 @@ def test_names_parts_and_methods():
         method(Method(), rank=3)
 
 
+def test_a_wrapper_wraps_what_is_named_after_it():
+    grown = method("warmup+powersgd", schedule="rank", start=8, rank=32)
+    assert str(grown) == "warmup(of=error_feedback(of=powersgd(rank=32)), schedule=rank, start=8.0)"
+    assert str(method("local_sgd+warmup+qsgd", bits=2)) == "warmup(of=qsgd(bits=2)) + local_sgd"
+    assert str(method("per_bucket+warmup+half")).startswith("per_bucket(of=warmup(of=half)")
+    # What needs error feedback brings its own: to name it as well changes nothing.
+    assert str(method("error_feedback+topk")) == str(method("topk"))
+    with pytest.raises(MethodError, match=r"(?s)powersgd and warmup both answer.*a wrapper before what it wraps"):
+        method("powersgd+warmup")
+
+
 def test_two_parts_cannot_share_a_name():
     with pytest.raises(MethodError, match="two parts are called 'exact'"):
 

@@ -23,7 +23,8 @@ def methods(
     """List the parts a method is made of, or describe one of them.
 
     A method is one part for each of six questions about a step. Name one or several: --method powersgd,
-    --method local_sgd+qsgd. What is not named is the plain answer.
+    --method local_sgd+qsgd. What is not named is the plain answer. A wrapper wraps what is named after it:
+    --method warmup+topk.
     """
     from paceline import registry
 
