@@ -276,7 +276,7 @@ def train_out(task: str, name: str, workers: int, seed: int, times: float = 1.0)
     """A run with a falling learning rate, evaluated at its end. times: more steps than exact makes."""
     job = TASKS[task]
     steps = round(times * job.trained)
-    rate = ["--falling", "--rising", str(round(job.rising * steps))]
+    rate = ["--falling", "--rising", str(max(1, round(job.rising * steps)))]
     extra = [*rate, "--eval-every", str(steps), "--steps", str(steps), *bucket(LINKS[-1])]
     one = contender(task, name, seed=seed, extra=extra)
     race([one], Rules(steps=2 * steps, warmup=0, turn=2 * steps), workers, "unlimited")

@@ -10,7 +10,7 @@ from typing import Any
 from paceline import registry
 from paceline.balances.even import Even
 from paceline.errors import MethodError, nearest
-from paceline.knobs import fresh
+from paceline.knobs import fresh, kinds
 from paceline.layouts.replicated import Replicated
 from paceline.membership.fixed import Fixed
 from paceline.orders.backward import Backward
@@ -119,7 +119,7 @@ def method(spec: str | Method | Part, **knobs: Any) -> Method:
     for cls, own in reversed(list(zip(classes, _split(classes, knobs), strict=True))):
         if _wraps(cls) and cls.axis in chosen and "of" not in own:
             inner = chosen.pop(cls.axis)
-            own["of"] = inner.of if isinstance(inner, cls) else inner
+            own["of"] = inner.of if isinstance(inner, cls) else inner  # the name's own recipe may bring the wrapper
         for axis, part in cls(**own).recipe().items():
             if axis in chosen:
                 raise MethodError(
@@ -133,7 +133,8 @@ def method(spec: str | Method | Part, **knobs: Any) -> Method:
 
 def _wraps(cls: type[Part]) -> bool:
     """Does it hold another part of its axis, as `of`?"""
-    return any(f.name == "of" for f in dataclasses.fields(cls))
+    kind = kinds(cls).get("of")
+    return isinstance(kind, type) and issubclass(kind, Part)
 
 
 def _split(classes: list[type[Part]], knobs: dict[str, Any]) -> list[dict[str, Any]]:

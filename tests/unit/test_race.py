@@ -1068,6 +1068,34 @@ def test_seconds_to_the_target_are_steps_times_step_time(bench: Any, book: Any) 
     assert found["sign", "100mbit"]["seconds"] == pytest.approx(200 * 0.04), "never less than it computes"
 
 
+def test_a_run_that_would_take_too_long_is_told_by_its_steps(
+    bench: Any, book: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One look at the slow link does for all seeds; a seed without a whole run on the faster one has no cell."""
+    looks: list[str] = []
+    monkeypatch.setattr(bench, "train_a_few", lambda task, name, workers: looks.append(name) or 5.0)
+    key = {"task": "text", "method": "sma", "workers": 2}
+    for seed, steps in enumerate((100, 120)):
+        ran = {
+            "steps": steps,
+            "seconds": 60.0,
+            "best": 2.8,
+            "sent_bytes_per_step": 7,
+            "link_kind": "lab",
+            "error": None,
+        }
+        book.add("syncs", {**key, "condition": "100mbit", "seed": seed}, {**ran, "curve": [(steps, 60.0, 2.9)]})
+    bench.fill_syncs(book, "text", 2, ["10mbit"], [0, 1, 2], ["sma"], 0)
+    cells = book.find("syncs", **key, condition="10mbit")
+    assert [(c["seed"], c["seconds"], c["how"]) for c in cells] == [
+        (seed, seconds, "steps on 100mbit × a mean step here") for seed, seconds in ((0, 500.0), (1, 600.0))
+    ]
+    assert looks == ["sma"]
+    [row] = [r for r in bench.syncs_summary(book) if r["condition"] == "10mbit"]
+    assert (row["by_steps"], row["seconds"]) == (True, 550.0)
+    assert any("~550.0" in line for line in bench.syncs_table(book))
+
+
 def test_the_summary_compares_the_best_of_ours_with_exact_without_a_limit(bench: Any, book: Any) -> None:
     key = {"task": "text", "workers": 2}
     whole = [("exact", "unlimited", seed, took) for seed, took in enumerate((5.0, 6.0, 7.0, 90.0))]  # the last alone

@@ -180,8 +180,8 @@ def test_batches_end_when_the_loader_has_run_dry() -> None:
 @pytest.mark.parametrize(
     ("falling", "rising", "want"),
     [
-        (False, 0, [1, 1, 1, 1, 1]),
-        (True, 0, [1, 0.8, 0.6, 0.4, 0.2]),
+        (False, 1, [1, 1, 1, 1, 1]),
+        (True, 1, [1, 0.8, 0.6, 0.4, 0.2]),
         (False, 2, [0.5, 1, 1, 1, 1]),
         (True, 2, [0.5, 0.8, 0.6, 0.4, 0.2]),
     ],

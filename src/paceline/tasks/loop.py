@@ -33,7 +33,7 @@ def arguments(
     parser.add_argument("--eval-later", action="store_true", help="keep copies of the weights, evaluate at the end")
     parser.add_argument("--slow", type=int, default=None, metavar="RANK", help="a worker that takes twice as long")
     parser.add_argument("--falling", action="store_true", help="let the learning rate fall to zero over the steps")
-    parser.add_argument("--rising", type=int, default=0, help="steps in which the learning rate rises to its height")
+    parser.add_argument("--rising", type=_positive, default=1, help="the step with the full learning rate")
     parser.add_argument("--bucket-mb", type=float, default=None, help="gradients to an exchange (default: by the link)")
     if momentum is not None:
         parser.add_argument("--momentum", type=float, default=momentum, help="of SGD")
@@ -67,8 +67,8 @@ def schedule(optimizer: torch.optim.Optimizer, args: argparse.Namespace) -> torc
     """Of the learning rate: constant, or a straight line to zero; before it, if asked, one up to there."""
 
     def share(step: int) -> float:
-        risen = (step + 1) / args.rising if args.rising else 1.0
-        return min(1.0, risen, max(0.0, 1 - step / args.steps) if args.falling else 1.0)
+        risen: float = (step + 1) / args.rising
+        return min(risen, max(0.0, 1 - step / args.steps) if args.falling else 1.0)
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, share)
 
