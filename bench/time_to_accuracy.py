@@ -74,6 +74,10 @@ TUNED: dict[str, tuple[str, dict[str, Any]]] = {
     "powersgd rank=8 int4": ("powersgd", {"rank": 8, "wire": "int4", "bucket_mb": 16}),
     "powersgd rank=8 int8": ("powersgd", {"rank": 8, "wire": "int8", "bucket_mb": 16}),
     "powersgd rank=32 int8": ("powersgd", {"rank": 32, "wire": "int8", "bucket_mb": 16}),
+    "powersgd rank=8..32 int8": (
+        "warmup+powersgd",
+        {"schedule": "rank", "start": 8, "stages": 1, "steps": 120, "rank": 32, "wire": "int8", "bucket_mb": 16},
+    ),
     "powersgd priority": ("powersgd+priority", {"rank": 8, "wire": "bf16"}),
 }
 # Methods with another sync, by the name they have in `syncs`.
@@ -104,7 +108,8 @@ SYNCS: dict[str, tuple[str, dict[str, Any]]] = {
     "parameter_server": ("parameter_server", {"consistency": "bounded"}),
 }
 FINAL = (
-    *("exact", "powersgd rank=8", "powersgd bf16", "powersgd rank=8 bf16", "powersgd rank=32 int8", "qsgd"),
+    *("exact", "powersgd rank=8", "powersgd bf16", "powersgd rank=8 bf16", "powersgd rank=32 int8"),
+    *("powersgd rank=8..32 int8", "qsgd"),
     *(f"local_sgd powersgd{h}" for h in ("", " H=4", " H=3")),
 )
 # What we would use on a slow link.
@@ -113,10 +118,10 @@ OURS = {
     ("fashion", 2, "10mbit"): "local_sgd powersgd H=4",
     ("fashion", 4, "100mbit"): "local_sgd powersgd H=3",
     ("fashion", 4, "10mbit"): "local_sgd powersgd H=3",
-    ("text", 2, "100mbit"): "powersgd priority",
-    ("text", 2, "10mbit"): "powersgd priority",
-    ("text", 4, "100mbit"): "powersgd rank=8 bf16",
-    ("text", 4, "10mbit"): "local_sgd powersgd int4",
+    ("text", 2, "100mbit"): "powersgd rank=8..32 int8",
+    ("text", 2, "10mbit"): "powersgd rank=8..32 int8",
+    ("text", 4, "100mbit"): "powersgd rank=8..32 int8",
+    ("text", 4, "10mbit"): "powersgd rank=8..32 int8",
 }
 SLOW = "one slow worker"  # a condition of `syncs`, in the place of a link
 CONDITIONS = ("unlimited", "100mbit", "10mbit", SLOW)

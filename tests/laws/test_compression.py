@@ -191,6 +191,32 @@ def test_powersgd_finds_what_is_of_low_rank(wire, off):
     assert (mean - want).norm() <= off * want.norm()
 
 
+def test_powersgd_keeps_what_it_has_found_when_its_rank_changes():
+    """A matrix of rank 40, its directions ever smaller: steps at rank 16 help one at 24 and one at 8."""
+
+    def off(comm, ranks):
+        b, reducer = BUCKETS[3](comm.world), fresh("powersgd", {})
+        slot, generator = b.slots[0], torch.Generator().manual_seed(1)
+        n, m = slot.param.shape
+        x = torch.zeros_like(b.flat)
+        x[: n * m] = (
+            torch.randn(n, 40, generator=generator)
+            @ torch.diag(0.8 ** torch.arange(40.0))
+            @ torch.randn(40, m, generator=generator)
+        ).view(-1)
+        for b.step, reducer.rank in enumerate(ranks):
+            mean = reduce(comm, reducer, b, x.clone())[0].clone()
+            reducer.state.commit()
+        return float((mean - x).norm() / x.norm())
+
+    def work(comm):
+        return [off(comm, ranks) for ranks in ([24], [16] * 4 + [24], [8], [16] * 4 + [8])]
+
+    grown_cold, grown_warm, shrunk_cold, shrunk_warm = threads.run(1, work)[0]
+    assert grown_warm < 0.8 * grown_cold
+    assert shrunk_warm < 0.8 * shrunk_cold
+
+
 def test_powersgd_ranks_by_share():
     """Each matrix gets the rank whose two factors are that share of its bytes, and at least one."""
     b = BUCKETS[3](2)

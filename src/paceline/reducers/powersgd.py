@@ -93,13 +93,14 @@ class PowerSGD(Reducer):
         return max(1, min(int(self.share * n * m / (n + m)) if self.share else self.rank, n, m))
 
     def _last(self, s: Slot) -> Tensor:
-        """Qᵀ of the step before."""
+        """Qᵀ of the step before; in the first one, and where the rank has grown since, dice."""
         (_, m), r = _shape(s), self._rank(s)
         qt: Tensor | None = self.state.get((s.name, "Q"))
-        if qt is None or len(qt) != r:  # the first step, or another rank from now on
+        if qt is None or len(qt) < r:
             generator = torch.Generator().manual_seed(self.seed + sum(map(ord, s.name)))
-            qt = torch.randn(r, m, generator=generator).to(s.param.device)
-        return qt
+            dice = torch.randn(r, m, generator=generator).to(s.param.device)
+            qt = dice if qt is None else torch.cat([qt, dice[len(qt) :] * qt.abs().mean()])
+        return qt[:r]
 
     def sends(self, b: Bucket, world: int) -> int:
         thin, whole = self._split(b)

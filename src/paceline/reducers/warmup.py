@@ -30,8 +30,9 @@ class Warmup(Reducer):
     """The exact mean for the first steps, when gradients are large and change fast; then the reducer inside.
 
     Or, with `schedule` the name of one of its knobs, the reducer inside from the first step on, and that knob on its
-    way from `start` to its value by equal factors, one a stage: with 4 stages a ratio of 0.1 % is 25 %, 6.3 %, 1.6 %
-    and 0.4 % before. A whole number is rounded, a choice is the nearest there is.
+    way to its value by equal factors, one a stage; first it is `start`, or else one factor below the upper end of its
+    range: with 4 stages a ratio of 0.1 % is 25 %, 6.3 %, 1.6 % and 0.4 % before. With one stage it is `start` and
+    then its value. A whole number is rounded, a choice is the nearest there is.
 
     It goes by the number of steps that have counted, which all workers agree on.
     """
@@ -44,7 +45,7 @@ class Warmup(Reducer):
     of: Reducer = knob(Half(), "the reducer after that")
     schedule: str = knob("", "a knob inside that changes in these steps; empty: the mean is exact in them")
     stages: int = knob(4, "values the scheduled knob takes before its own", low=1)
-    start: float = knob(0.0, "where the scheduled knob comes from; 0: the upper end of its range", low=0.0)
+    start: float = knob(0.0, "the scheduled knob's first value; 0: a factor below the upper end of its range", low=0.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,7 +69,10 @@ class Warmup(Reducer):
     def _value(self, step: int) -> float:
         """The scheduled knob's: a pure function of the step."""
         final = getattr(_owner(self.of, self.schedule), self.schedule)
-        start, t = self.start or self._high, (step * self.stages // self.steps + 1) / (self.stages + 1)
+        stage = step * self.stages // self.steps
+        start, t = self.start, stage / self.stages
+        if not start:  # the upper end itself is no compression at all
+            start, t = self._high, (stage + 1) / (self.stages + 1)
         value: float = start * (final / start) ** t
         if self._legal:
             return min(self._legal, key=lambda choice: abs(math.log(choice / value)))
