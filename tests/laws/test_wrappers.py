@@ -119,6 +119,20 @@ def test_buckets_under_way_together_have_each_their_own_value():
     threads.run(2, work)
 
 
+def test_every_value_uses_the_same_memory():
+    """A mean in fresh memory would cost more than the exchange."""
+
+    def work(comm):
+        b, whole = BUCKETS[3](comm.world), Warmup(of=PowerSGD(rank=4), schedule="rank", start=1, stages=2, steps=4)
+        places = set()
+        for b.step in range(6):
+            places.add(together(whole.mean(b, vector(b, comm.rank), comm))[0].mean.data_ptr())
+            whole.of.state.commit()
+        return places
+
+    assert [len(places) for places in threads.run(2, work)] == [1, 1]
+
+
 @pytest.mark.parametrize("name", ["topk", "randomk", "qsgd", "powersgd"])
 def test_bytes_follow_the_schedule_and_nothing_is_lost(name):
     """What the wire counted is what `sends` says at every step, and leftovers live on from stage to stage."""

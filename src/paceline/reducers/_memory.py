@@ -21,7 +21,7 @@ def scratch(reducer: Reducer, b: Bucket, like: Tensor) -> Tensor:
     """This reducer's vector for this bucket, with whatever is in it."""
     if like.is_cuda:
         return torch.empty_like(like)
-    known, key = _known(reducer), (b.index, like.dtype)
+    known, key = vectors(reducer), (b.index, like.dtype)
     if key not in known or known[key].shape != like.shape:
         known[key] = torch.empty_like(like)
     return known[key]
@@ -30,9 +30,10 @@ def scratch(reducer: Reducer, b: Bucket, like: Tensor) -> Tensor:
 def lend(reducer: Reducer, b: Bucket, x: Tensor) -> None:
     """From now on it is x, which its owner does not need any more: the mean is then made where the gradients were."""
     if not x.is_cuda:
-        _known(reducer)[b.index, x.dtype] = x
+        vectors(reducer)[b.index, x.dtype] = x
 
 
-def _known(reducer: Reducer) -> dict[Any, Tensor]:
+def vectors(reducer: Reducer) -> dict[Any, Tensor]:
+    """All of them; a copy of the reducer that is made from now on has the same."""
     known: dict[Any, Tensor] = vars(reducer).setdefault("_scratch", {})
     return known

@@ -14,6 +14,7 @@ from paceline import knobs
 from paceline.errors import MethodError, nearest
 from paceline.knobs import knob
 from paceline.parts import Comm, Part, Reduced, Reducer
+from paceline.reducers._memory import vectors
 from paceline.reducers.exact import Exact
 from paceline.reducers.half import Half
 from paceline.registry import register
@@ -108,9 +109,10 @@ def _owner(part: Part, name: str) -> Part | None:
 
 
 def _turned(part: Any, name: str, value: float) -> Any:
-    """The same part with the knob at another value: a copy that shares its state. The part itself stays as it is, for
-    other buckets' exchanges are under way while this one waits.
+    """The same part with the knob at another value: a copy that shares its state and its memory. The part itself stays
+    as it is, for other buckets' exchanges are under way while this one waits.
     """
+    vectors(part)
     turned = copy.copy(part)
     if name in _numbers(part):
         setattr(turned, name, value)
