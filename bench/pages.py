@@ -73,8 +73,6 @@ def to_target(name: str) -> Iterator[str]:
     mine = [m for m in dict.fromkeys(key[2] for key in known) if m.split()[0] == name]
     if not mine:
         return
-    yield "## Measured"
-    yield ""
     yield "Seconds to the target, as steps × measured step time (`bench/results/time_to_accuracy.json`; two cores)."
     yield ""
     for task, workers in sorted({key[:2] for key in known}):
@@ -96,14 +94,9 @@ def whole_runs(name: str) -> Iterator[str]:
     """Seconds to the target as they were, beside exact's."""
     book = results("time_to_accuracy")
     spec = {**book.get("tuned", {}), **book.get("syncs_knobs", {})}
-    sync = registry.find(name).axis == "sync"
-    ran = [row for row in book.get("syncs_summary", []) if row["method"] in spec]
-    mine = [r for r in ran if spec[r["method"]][0] == name or (sync and name in spec[r["method"]][0].split("+"))]
+    mine = [r for r in book.get("syncs_summary", []) if r["method"] in spec and _tells_of(name, spec[r["method"]][0])]
     if not mine:
         return
-    if sync:
-        yield "## Measured"
-        yield ""
     yield "Whole runs, two cores, means over the seeds (`bench/results/time_to_accuracy.json`, part `syncs`); exact"
     yield "on a slow link by steps × step time."
     yield ""
@@ -122,6 +115,12 @@ def whole_runs(name: str) -> Iterator[str]:
         )
 
 
+def _tells_of(name: str, method: str) -> bool:
+    """Whether what the method did says something about this part of it: with another sync, it is the sync's doing."""
+    parts = method.split("+")
+    return name in parts and name in ([p for p in parts if registry.find(p).axis == "sync"] or parts)
+
+
 _WHOLE = ("seconds", "over_exact_unlimited", "faster_than_exact_here")
 
 
@@ -138,8 +137,6 @@ def orders(name: str) -> Iterator[str]:
     found = {cores: cells for cores, book in ORDERS.items() if (cells := results(book).get("cells"))}
     if not any(cell["method"].split()[0] == name for cells in found.values() for cell in cells):
         return
-    yield "## Measured"
-    yield ""
     yield "A stack of equal layers, whose bytes take `comm/comp` times its computing on that link, each worker on a"
     yield "host of its own in the network lab. `near` is the larger of the two, which no order can beat, over the step."
     yield "The lab's links are made of the same cores: where four workers share two, gradients are smaller, and an"
@@ -172,8 +169,6 @@ def sharing(name: str) -> Iterator[str]:
     memory, time = ([c for c in book.get(key, []) if c["method"] == name] for key in ("memory", "time"))
     if name not in _PEER or not memory or not time:
         return
-    yield "## Measured"
-    yield ""
     yield "A GPT of 6.4 million fp32 parameters with AdamW on two cores (`bench/results/zero.json`). Live bytes of"
     yield "tensors for each parameter, activations of one window included, after `zero_grad` and at the most in a step,"
     yield f"and how many times as much torch's takes ({_PEER[name]}):"
@@ -217,7 +212,8 @@ def costs(name: str) -> Iterator[str]:
 def page(name: str, text: str) -> str:
     """The page with its tables as they should be."""
     cls = registry.find(name)
-    made = [*knobs(cls), *to_target(name), *whole_runs(name), *orders(name), *sharing(name), *costs(name)]
+    measured = [*to_target(name), *whole_runs(name), *orders(name), *sharing(name), *costs(name)]
+    made = [*knobs(cls), *(["## Measured", ""] if measured else []), *measured]
     return "\n".join([text.partition(MARK)[0].rstrip(), "", MARK, "", *made]).rstrip() + "\n"
 
 

@@ -606,14 +606,14 @@ def syncs_table(book: Book) -> Iterator[str]:
     for task, workers, condition in dict.fromkeys((r["task"], r["workers"], r["condition"]) for r in rows):
         here = [r for r in rows if (r["task"], r["workers"], r["condition"]) == (task, workers, condition)]
         yield f"{task}, {workers} workers, {condition}: seconds to {Target.parse(TASKS[task].target)}, whole runs"
-        yield f"{'method':23s}{'seeds':>6s}{'seconds':>9s}{'over exact free':>17s}{'exact here over':>17s}{'last':>7s}"
+        yield f"{'method':25s}{'seeds':>5s}{'seconds':>8s}{'over exact free':>17s}{'exact here over':>17s}{'last':>7s}"
         for row in sorted(here, key=lambda r: r["seconds"] or math.inf):
             ratios = [("over_exact_unlimited", 17, 2), ("faster_than_exact_here", 17, 2)]
-            keys = [("seeds", 6, 0), ("seconds", 9, 1), *ratios, ("last_value", 7, 3)]
+            keys = [("seeds", 5, 0), ("seconds", 8, 1), *ratios, ("last_value", 7, 3)]
             words = [(f"{row[key]:.{digits}f}" if row[key] else "–").rjust(width) for key, width, digits in keys]
             if row["by_steps"]:
                 words[1] = f"~{words[1].strip()}".rjust(len(words[1]))
-            yield f"{row['method']:23s}{''.join(words)}"
+            yield f"{row['method']:25s}{''.join(words)}"
         yield ""
 
 
