@@ -99,7 +99,7 @@ class PowerSGD(Reducer):
         if qt is None or len(qt) < r:
             generator = torch.Generator().manual_seed(self.seed + sum(map(ord, s.name)))
             dice = torch.randn(r, m, generator=generator).to(s.param.device)
-            qt = dice if qt is None else torch.cat([qt, dice[len(qt) :] * qt.abs().mean()])
+            qt = dice if qt is None else torch.cat(scaled([qt, dice[len(qt) :]]))
         return qt[:r]
 
     def sends(self, b: Bucket, world: int) -> int:
