@@ -78,6 +78,10 @@ TUNED: dict[str, tuple[str, dict[str, Any]]] = {
         "warmup+powersgd",
         {"schedule": "rank", "start": 8, "stages": 1, "steps": 120, "rank": 32, "wire": "int8", "bucket_mb": 16},
     ),
+    "powersgd rank=8..64 int8": (
+        "warmup+powersgd",
+        {"schedule": "rank", "start": 8, "stages": 1, "steps": 90, "rank": 64, "wire": "int8", "bucket_mb": 16},
+    ),
     "powersgd priority": ("powersgd+priority", {"rank": 8, "wire": "bf16"}),
 }
 # Methods with another sync, by the name they have in `syncs`.
@@ -109,7 +113,7 @@ SYNCS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 FINAL = (
     *("exact", "powersgd rank=8", "powersgd bf16", "powersgd rank=8 bf16", "powersgd rank=32 int8"),
-    *("powersgd rank=8..32 int8", "qsgd"),
+    *("powersgd rank=8..32 int8", "powersgd rank=8..64 int8", "qsgd"),
     *(f"local_sgd powersgd{h}" for h in ("", " H=4", " H=3")),
 )
 # What we would use on a slow link.
