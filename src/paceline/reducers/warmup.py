@@ -112,7 +112,7 @@ def _turned(part: Any, name: str, value: float) -> Any:
     """The same part with the knob at another value: a copy that shares its state and its memory. The part itself stays
     as it is, for other buckets' exchanges are under way while this one waits.
     """
-    vectors(part)
+    vectors(part)  # made before the copy, which has them then, and not one of its own
     turned = copy.copy(part)
     if name in _numbers(part):
         setattr(turned, name, value)
