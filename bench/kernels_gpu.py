@@ -147,6 +147,9 @@ def kernels(x: Tensor, rounds: int, bandwidth: float) -> list[dict[str, Any]]:
         if "ms" in line and "ms" in plain:
             line["faster_than_topk"] = round(plain["ms"] / line["ms"], 2)
         measure(f"threshold of largest {share:.1%}", 4 << 16, lambda k=k: lambda: gpu.threshold(x, k, spare=-1.0))
+        tau = gpu.threshold(x, k, spare=-1.0)
+        moved = x.nbytes + 8 * k
+        measure(f"those above it {share:.1%}", moved, lambda k=k, tau=tau: lambda: gpu.above(x, tau, k))
     side = 1 << (n // 6).bit_length() // 2
     moved = 3 * 6 * side * side * 4  # every matrix is read twice and its mean written once
     measure(f"powersgd rank 4, 6 matrices of {side}", moved, lambda: powersgd(side, bare=False))

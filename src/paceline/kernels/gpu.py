@@ -115,15 +115,19 @@ def add_bytes(into: Tensor, coded: Tensor, *, factor: float, keep: bool) -> None
 
 
 def largest(x: Tensor, k: int) -> Tensor:
-    """As largest.sampled, and in its order: entries above the threshold, then as many of the first others as lack.
+    """As largest.sampled, and in its order."""
+    if x.numel() <= FEW or 8 * k > x.numel():
+        return x.abs().topk(k, sorted=False).indices
+    return above(x, threshold(x, k, spare=-1.0), k)
+
+
+def above(x: Tensor, tau: Tensor, k: int) -> Tensor:
+    """The places of the first k entries above tau, and behind them of as many of the first others as lack.
 
     Where each goes is counted, not raced for: one pass makes a bit of each entry and counts them tile by tile, the
     sums of the counts say where each tile's entries begin, and a pass over the bits writes them there.
     """
     n = x.numel()
-    if n <= FEW or 8 * k > n:
-        return x.abs().topk(k, sorted=False).indices
-    tau = threshold(x, k, spare=-1.0)
     tiles = triton.cdiv(n, SELECT.values)
     bits = torch.empty(tiles * SELECT.values // 32, dtype=torch.int32, device=x.device)
     counts = torch.empty(tiles, dtype=torch.int32, device=x.device)
@@ -268,6 +272,7 @@ def _pack(
     C: tl.constexpr = WIDTH // K
     TOP: tl.constexpr = 2 ** (BITS - 1) - 1
     even, odd = tl.split(tl.reshape(v, (K, B, C // 2, 2)))
+    beside = 0
     if LEVELS == "sign":
         c = (even >= 0).to(tl.int32) | ((odd >= 0).to(tl.int32) << 8)
     else:
@@ -281,7 +286,10 @@ def _pack(
         h |= 0x00010001
         if LEVELS == "uniform":
             scale = _inverse(norm, B) * TOP
-            c = _uniform(even, scale, h, TOP) | (_uniform(odd, scale, h >> 16, TOP) << 8)
+            c = _uniform(even, scale, h, TOP) + (_uniform(odd, scale, h >> 16, TOP) << 8)
+            # The same beside each code, so it goes out of a whole word at once: as a signed number, modulo 2^32.
+            ALL_OF_THEM: tl.constexpr = (MAGIC_BITS - TOP) * (0xFFFFFFFF // (2**BITS - 1))
+            beside = (ALL_OF_THEM + 0x80000000) % 0x100000000 - 0x80000000
         else:
             scale = _inverse(norm, B)
             c = _powers(even, scale, h, TOP) | (_powers(odd, scale, h >> 16, TOP) << 8)
@@ -290,15 +298,15 @@ def _pack(
     word = tl.arange(0, B * C // 4)
     block = word // (C // 4)
     at = block * (D * BITS // 32) + piece * (C // 4) + word % (C // 4)
-    tl.store(words + at, low | (high << 16), mask=None if ALL else first + block < count)
+    tl.store(words + at, low + (high << 16) - beside, mask=None if ALL else first + block < count)
 
 
 @kernel
 def _uniform(v, scale, h, TOP: tl.constexpr):
-    """round(v · scale + the low half of h, as a fraction), counted from -TOP. [Note: magic]"""
+    """round(v · scale + the low half of h, as a fraction), counted from -TOP, and MAGIC_BITS - TOP. [Note: magic]"""
     dice = ((h & 0xFFFF) ^ 0x43008000).to(tl.float32, bitcast=True) - 128.5
-    y = tl.minimum(tl.maximum(v * scale + dice, -TOP), TOP)
-    return (y + MAGIC).to(tl.int32, bitcast=True) - (MAGIC_BITS - TOP)
+    y = tl.clamp(v * scale + dice, -1.0 * TOP, 1.0 * TOP)
+    return (y + MAGIC).to(tl.int32, bitcast=True)
 
 
 @kernel
@@ -518,11 +526,13 @@ def _gather(bits, counts, ends, places, n, k, tiles, TILE: tl.constexpr):
     ones = (((ones + (ones >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
     first = tile * TILE + word * 32
     start = before + tl.cumsum(ones, axis=0) - ones
-    slot = start
-    for i in range(32):
-        above = (w >> i) & 1
-        tl.store(places + slot, first + i, mask=(above != 0) & (slot < k))
-        slot += above
+    slot, rest = start, w
+    for _ in range(tl.max(ones, axis=0)):  # few: an entry at a time, the lowest of each word
+        bit = rest & -rest
+        i = (bit.to(tl.float32).to(tl.int32, bitcast=True) >> 23) & 0xFF
+        tl.store(places + slot, first + (i - 127), mask=(rest != 0) & (slot < k))
+        slot += 1
+        rest ^= bit
     if tile * TILE - before < k - total:
         slot = total + first - start
         for i in range(32):
