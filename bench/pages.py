@@ -27,11 +27,18 @@ CPU = {  # what bench/reducers.py calls it
     "topk": ("topk 1.0%", "topk 0.1%"),
 }
 GPU = {  # what bench/kernels_gpu.py calls it
-    "qsgd": ("encode_blocks uniform 4", "add_blocks uniform 4, W=2", "encode_blocks uniform 8"),
+    "qsgd": (
+        "encode_blocks uniform 4",
+        "add_blocks uniform 4, W=2",
+        "encode_blocks uniform 8",
+        "encode_blocks uniform 4, bf16",
+    ),
     "nuqsgd": ("encode_blocks powers 4", "add_blocks powers 4, W=2"),
     "sign": ("encode_blocks sign", "add_blocks sign, W=2", "add_blocks sign, W=1, keep"),
     "int8": ("encode_bytes", "add_bytes W=2"),
-    "topk": ("largest 1.0%", "topk of torch 1.0%", "largest 0.1%", "topk of torch 0.1%"),
+    "topk": tuple(
+        f"{what} {share}" for share in ("1.0%", "0.1%") for what in ("largest", "those above it", "topk of torch")
+    ),
 }
 
 

@@ -1114,6 +1114,23 @@ def test_the_summary_compares_the_best_of_ours_with_exact_without_a_limit(bench:
     assert lines[-1].split() == ["text", "2", "100mbit", "half", "1.20", "local_sgd", "1.25", "1.15"]
 
 
+def test_what_we_would_use_stands_beside_both_goals(bench: Any, book: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "OURS", {("text", 2, "100mbit"): "powersgd rank=8", ("text", 4, "10mbit"): "sma"})
+    key = {"task": "text", "workers": 2}
+    for method, condition, took, last in (("exact", "unlimited", 8.0, 0.5), ("powersgd rank=8", "100mbit", 9.0, 0.496)):
+        book.add(
+            "syncs", {**key, "method": method, "condition": condition, "seed": 0}, {"seconds": took, "error": None}
+        )
+        book.add("final", {**key, "method": method, "seed": 0}, {"last": last, "error": None})
+    known, unknown = bench.goals(book)
+    assert (known["over_exact_unlimited"], known["goal"]) == (1.125, 1.15)
+    assert (known["points_over_exact_at_the_end"], known["goal_points"]) == (-0.4, -0.5)
+    assert (unknown["over_exact_unlimited"], unknown["points_over_exact_at_the_end"]) == (None, None)
+    lines = list(bench.goals_table(book))
+    assert max(map(len, lines)) <= 80
+    assert lines[1].split()[-6:] == ["1.12", "(goal", "1.15)", "-0.40", "(goal", "-0.5)"]
+
+
 def test_what_is_known_is_not_measured_again_and_what_failed_is(bench: Any, book: Any, monkeypatch: Any) -> None:
     again = bench.Book(book.path)
     assert again.cells == json.loads(json.dumps(book.cells))
