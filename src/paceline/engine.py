@@ -258,6 +258,10 @@ class Engine:
                 b.abandon()
             raise
         self.recorder.wait_s += time.perf_counter() - began
+        self._count()
+
+    def _count(self) -> None:
+        """What was sent since goes to telemetry."""
         self.recorder.sent, self._sent = self.recorder.sent + self.ex.sent - self._sent, self.ex.sent
 
     async def _agree_buffers(self, b: Bucket) -> None:
@@ -346,7 +350,7 @@ class Engine:
 
     def over(self, *, made: bool) -> None:
         """The step was made, or given up."""
-        self.recorder.sent, self._sent = self.recorder.sent + self.ex.sent - self._sent, self.ex.sent
+        self._count()
         self.ex.step += made
         self.exchanged, self._backwards = False, 0
         self.poll.begin(self.ex.step, 0)

@@ -99,12 +99,13 @@ class Evaluations:
                 paceline.log(at=moment, **values)
 
     def end(self) -> None:
-        """Training is over."""
-        for step, moment, weights in self._kept:
-            self.model.load_state_dict(weights)
-            values = self.evaluate()
-            show(step, **values)
-            paceline.log(at=moment, **values)
+        """Training is over: of all workers, so that nobody waits for one that only looks."""
+        with paceline.agreed():
+            for step, moment, weights in self._kept:
+                self.model.load_state_dict(weights)
+                values = self.evaluate()
+                show(step, **values)
+                paceline.log(at=moment, **values)
 
 
 def mine(count: int) -> range:
