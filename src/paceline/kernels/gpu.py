@@ -272,7 +272,7 @@ def _pack(
     C: tl.constexpr = WIDTH // K
     TOP: tl.constexpr = 2 ** (BITS - 1) - 1
     even, odd = tl.split(tl.reshape(v, (K, B, C // 2, 2)))
-    beside = 0
+    added = 0
     if LEVELS == "sign":
         c = (even >= 0).to(tl.int32) | ((odd >= 0).to(tl.int32) << 8)
     else:
@@ -287,9 +287,9 @@ def _pack(
         if LEVELS == "uniform":
             scale = _inverse(norm, B) * TOP
             c = _uniform(even, scale, h, TOP) + (_uniform(odd, scale, h >> 16, TOP) << 8)
-            # The same beside each code, so it goes out of a whole word at once: as a signed number, modulo 2^32.
-            ALL_OF_THEM: tl.constexpr = (MAGIC_BITS - TOP) * (0xFFFFFFFF // (2**BITS - 1))
-            beside = (ALL_OF_THEM + 0x80000000) % 0x100000000 - 0x80000000
+            # What _uniform adds to every code is taken off a whole word at once: modulo 2^32, as a signed number.
+            ADDED: tl.constexpr = (MAGIC_BITS - TOP) * (0xFFFFFFFF // (2**BITS - 1))
+            added = (ADDED + 0x80000000) % 0x100000000 - 0x80000000
         else:
             scale = _inverse(norm, B)
             c = _powers(even, scale, h, TOP) | (_powers(odd, scale, h >> 16, TOP) << 8)
@@ -298,12 +298,12 @@ def _pack(
     word = tl.arange(0, B * C // 4)
     block = word // (C // 4)
     at = block * (D * BITS // 32) + piece * (C // 4) + word % (C // 4)
-    tl.store(words + at, low + (high << 16) - beside, mask=None if ALL else first + block < count)
+    tl.store(words + at, low + (high << 16) - added, mask=None if ALL else first + block < count)
 
 
 @kernel
 def _uniform(v, scale, h, TOP: tl.constexpr):
-    """round(v · scale + the low half of h, as a fraction), counted from -TOP, and MAGIC_BITS - TOP. [Note: magic]"""
+    """round(v · scale + the low half of h, as a fraction), counted from -TOP; plus MAGIC_BITS - TOP. [Note: magic]"""
     dice = ((h & 0xFFFF) ^ 0x43008000).to(tl.float32, bitcast=True) - 128.5
     y = tl.clamp(v * scale + dice, -1.0 * TOP, 1.0 * TOP)
     return (y + MAGIC).to(tl.int32, bitcast=True)
