@@ -547,6 +547,7 @@ def goals(book: Book) -> Iterator[Cell]:
             "link": link,
             "method": name,
             "seeds": row.get("seeds"),
+            "seconds": row.get("seconds"),
             "over_exact_unlimited": row.get("over_exact_unlimited"),
             "goal": GOALS[link],
             "points_over_exact_at_the_end": round(100 * (last - exacts), 2) if last and exacts else None,
@@ -634,7 +635,7 @@ def goals_table(book: Book) -> Iterator[str]:
 
 
 def plot(book: Book, folder: Path) -> None:
-    """Seconds to the target by link speed, one line a method."""
+    """Seconds to the target by link speed, one line a method; and what we would use on a slow link, measured whole."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
@@ -642,6 +643,7 @@ def plot(book: Book, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     x = {link: (parse_link(link).bits_per_second or 10**10) / 1e6 for link in LINKS}
     known = [cell for cell in estimates(book) if cell["seconds"]]
+    whole = [row for row in goals(book) if row["seconds"]]
     for task, workers in sorted({(cell["task"], cell["workers"]) for cell in known}):
         figure = Figure(figsize=(8, 5), layout="constrained")
         axes = figure.add_subplot()
@@ -655,6 +657,11 @@ def plot(book: Book, folder: Path) -> None:
             colour = "black" if name == "exact" else matplotlib.colormaps["tab20"](i % 20)
             if points:
                 axes.plot(*zip(*sorted(points), strict=True), style, marker="o", ms=4, color=colour, label=name)
+        ours = [row for row in whole if (row["task"], row["workers"]) == (task, workers)]
+        for name in dict.fromkeys(row["method"] for row in ours):
+            points = [(x[row["link"]], row["seconds"]) for row in ours if row["method"] == name]
+            label = f"{name},\nwhole runs"
+            axes.plot(*zip(*sorted(points), strict=True), marker="*", ms=11, lw=2.5, color="crimson", label=label)
         axes.set(xscale="log", yscale="log", xlabel="link", ylabel=f"seconds to {Target.parse(TASKS[task].target)}")
         axes.set_xticks(list(x.values()), list(x))
         axes.minorticks_off()
