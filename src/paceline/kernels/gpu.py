@@ -50,10 +50,10 @@ class Tile(NamedTuple):
 
 
 ENCODE = Tile(4096, 8192, 32)
-ADD = Tile(4096, 4096, 16)
+ADD = Tile(4096, 4096, 32)
 BYTES = Tile(4096, 4096, 16)  # of min-max codes
 SPAN = Tile(16384, 16384, 64)  # ... and their smallest and largest values
-SELECT = Tile(8192, 8192, 32)
+SELECT = Tile(4096, 4096, 32)
 
 LEAST, MOST = tl.constexpr(blocks.LEAST), tl.constexpr(blocks.MOST)
 STRIDE, MIX = tl.constexpr(blocks.STRIDE), tl.constexpr(blocks.MIX)
@@ -134,7 +134,7 @@ def above(x: Tensor, tau: Tensor, k: int) -> Tensor:
     places = torch.empty(k, dtype=torch.int64, device=x.device)
     _launch(_over, (tiles,), SELECT.warps(SELECT.values), x, tau, bits, counts, n, SELECT.values)
     ends = counts.cumsum(0)
-    _launch(_gather, (tiles,), 4, bits, counts, ends, places, n, k, tiles, SELECT.values)
+    _launch(_gather, (tiles,), 1, bits, counts, ends, places, n, k, tiles, SELECT.values)
     return places
 
 
@@ -524,18 +524,19 @@ def _gather(bits, counts, ends, places, n, k, tiles, TILE: tl.constexpr):
     ones = w - ((w >> 1) & 0x55555555)
     ones = (ones & 0x33333333) + ((ones >> 2) & 0x33333333)
     ones = (((ones + (ones >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
-    first = tile * TILE + word * 32
-    start = before + tl.cumsum(ones, axis=0) - ones
+    start = tl.cumsum(ones, axis=0) - ones  # in the tile, and small numbers while that will do
+    room = tl.maximum(tl.minimum(k - before, TILE), 0).to(tl.int32)
     slot, rest = start, w
     for _ in range(tl.max(ones, axis=0)):  # few: an entry at a time, the lowest of each word
         bit = rest & -rest
-        i = (bit.to(tl.float32).to(tl.int32, bitcast=True) >> 23) & 0xFF
-        tl.store(places + slot, first + (i - 127), mask=(rest != 0) & (slot < k))
+        i = ((bit.to(tl.float32).to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
+        tl.store(places + before + slot, tile * TILE + (word * 32 + i), mask=(rest != 0) & (slot < room))
         slot += 1
         rest ^= bit
     if tile * TILE - before < k - total:
-        slot = total + first - start
+        first = tile * TILE + word * 32
+        behind = total + first - (before + start)
         for i in range(32):
             other = 1 - ((w >> i) & 1)
-            tl.store(places + slot, first + i, mask=(other != 0) & (slot < k) & (first + i < n))
-            slot += other
+            tl.store(places + behind, first + i, mask=(other != 0) & (behind < k) & (first + i < n))
+            behind += other
