@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -98,6 +99,24 @@ def largest(x: Tensor, k: int) -> None:
     above = (x.abs().float() > threshold(x, k, spare=-1.0)).nonzero().view(-1)
     assert torch.isin(above[:k], got).all()
     assert torch.equal(got, sampled(x, k))
+
+
+def largest_stays_in_its_places(x: Tensor, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written behind the k places, of which there are too few for all that is above the threshold."""
+    plain, made = torch.empty, []
+
+    def empty(n: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if dtype is not torch.int64:
+            return plain(n, dtype=dtype, device=device)
+        made.append(torch.full((n + 64,), -7, dtype=dtype, device=device))
+        return made[-1][:n]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gpu.torch, "empty", empty)
+        places = gpu.above(x, torch.zeros((), device=x.device), k)
+    assert (x != 0).sum() > k
+    assert (places >= 0).all()
+    assert (made[0][k:] == -7).all()
 
 
 def unlike_its_sample(n: int) -> Tensor:

@@ -132,8 +132,14 @@ class TestLargest:
     def test_none_above(self, x):
         same.largest(x.cuda(), 1000)
 
+    def test_few_above_and_the_others_of_several_tiles(self):
+        same.largest((torch.arange(200_000) % 5000 < 50).float().cuda(), 20_000)
+
     def test_many_above(self):
         same.largest(same.unlike_its_sample(1_100_001).cuda(), 1000)
+
+    def test_nothing_behind(self, monkeypatch):
+        same.largest_stays_in_its_places(same.vector(300_000).cuda(), 3000, monkeypatch)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_other_types(self, dtype):

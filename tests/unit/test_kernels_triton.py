@@ -105,8 +105,14 @@ class TestLargest:
     def test_few_above(self, x):
         same.largest(x.float(), 1000)
 
+    def test_few_above_and_the_others_of_several_tiles(self):
+        same.largest((torch.arange(40000) % 5000 < 50).float(), 4999)
+
     def test_many_above(self):
         same.largest(same.unlike_its_sample(140001), 100)
+
+    def test_nothing_behind(self, monkeypatch):
+        same.largest_stays_in_its_places(same.vector(30000), 300, monkeypatch)
 
     def test_bf16(self):
         same.largest(same.vector(30000).bfloat16(), 300)
