@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SETUP := $(VENV)/.done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu lint format bench bench-wire bench-accuracy data clean
+.PHONY: help setup demo test test-slow test-loops test-gpu lint format bench bench-wire bench-accuracy data clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -19,14 +19,17 @@ $(SETUP): pyproject.toml constraints.txt
 
 demo: $(SETUP)  ## the main job: a race on the text task over a 100 Mbit/s link, report.html
 	$(BIN)/paceline race text --workers 2 --link 100mbit --steps 20 \
-		--methods floor,torch:ddp,torch:fp16,torch:powersgd,exact,half,powersgd --json race.json --html report.html \
-		-- --eval-every 5
+		--methods floor,torch:ddp,torch:fp16,torch:powersgd,exact,half,powersgd \
+		--set powersgd.rank=2 --json race.json --html report.html -- --eval-every 5
 
 test: $(SETUP) lint  ## lint, then all tests that need no GPU and no patience
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist worksteal
 
 test-slow: $(SETUP)  ## the long ones
-	$(BIN)/python -m pytest -m slow --timeout 600
+	$(BIN)/python -m pytest -m "slow and not gpu" -n 2 --dist worksteal --timeout 600
+
+test-loops: $(SETUP)  ## loops that users write, under every method, beside one plain process
+	$(BIN)/python tests/loops --report --jobs 2
 
 test-gpu: $(SETUP)  ## the ones that need a CUDA device
 	$(BIN)/python -m pytest -m gpu

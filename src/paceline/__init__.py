@@ -10,43 +10,41 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from paceline._version import __version__
+from paceline.errors import show_uncaught as _show_uncaught
 
 if TYPE_CHECKING:
-    from paceline.api import (
-        agreed,
-        hold,
-        load,
-        log,
-        mean,
-        moment,
-        own_pace,
-        prepare,
-        rank,
-        save,
-        stepping,
-        untimed,
-        world,
-    )
+    from paceline.api import consensus, is_async, load, log, moment, no_sync, prepare, save, untimed, will_step
     from paceline.errors import (
         CheckpointError,
         DataError,
-        DeadlineError,
         MethodError,
         MismatchError,
         NonFiniteError,
         PacelineError,
         PeerError,
+        PeerTimeoutError,
         UsageError,
     )
-    from paceline.learners import Learners
+    from paceline.learners.learners import Learners
     from paceline.method import Method
     from paceline.registry import register
+    from paceline.session.collectives import (
+        all_gather,
+        barrier,
+        broadcast,
+        device,
+        is_main,
+        mean,
+        print,
+        rank,
+        shutdown,
+        world_size,
+    )
 
 __all__ = [
     "CheckpointError",
     "DataError",
-    "DeadlineError",
     "Learners",
     "Method",
     "MethodError",
@@ -54,24 +52,50 @@ __all__ = [
     "NonFiniteError",
     "PacelineError",
     "PeerError",
+    "PeerTimeoutError",
     "UsageError",
-    "agreed",
-    "hold",
+    "__version__",
+    "all_gather",
+    "barrier",
+    "broadcast",
+    "consensus",
+    "device",
+    "is_async",
+    "is_main",
     "load",
     "log",
     "mean",
     "moment",
-    "own_pace",
+    "no_sync",
     "prepare",
+    "print",
     "rank",
     "register",
     "save",
-    "stepping",
+    "shutdown",
     "untimed",
-    "world",
+    "will_step",
+    "world_size",
 ]
 
-_HOME = {"Learners": "learners", "Method": "method", "register": "registry"}
+_COLLECTIVES = (
+    "all_gather",
+    "barrier",
+    "broadcast",
+    "device",
+    "is_main",
+    "mean",
+    "print",
+    "rank",
+    "shutdown",
+    "world_size",
+)
+_HOME = {"Learners": "learners.learners", "Method": "method", "register": "registry"} | dict.fromkeys(
+    _COLLECTIVES, "session.collectives"
+)
+
+
+_show_uncaught()
 
 
 def __getattr__(name: str) -> Any:

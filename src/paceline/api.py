@@ -3,49 +3,207 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import sys
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
-import torch
-from torch import Tensor
+from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
-from paceline import consensus, hooks, meta
-from paceline.alone import Alone
-from paceline.checkpoint import folders
 from paceline.checkpoint import load as loading
 from paceline.checkpoint import save as saving
-from paceline.checkpoint.holdings import Owned
-from paceline.engine import Engine
-from paceline.environment import Environment
-from paceline.errors import MethodError, UsageError, differ, nearest
-from paceline.loader import Batch, Loader
+from paceline.checkpoint.extra import plain
+from paceline.checkpoint.manifest import MOST
+from paceline.comm.environment import KNOBS, Environment
+from paceline.comm.single import SingleComm
+from paceline.core.consensus import consensus_weights, latest_weights
+from paceline.core.engine import Engine
+from paceline.core.parts import Part
+from paceline.core.shard import Owned
+from paceline.data.loader import Batch, Loader
+from paceline.errors import MethodError, UsageError, nearest
 from paceline.method import Method
 from paceline.method import method as make_method
-from paceline.pack import Pack
-from paceline.parts import Comm, Part
-from paceline.race.peers import PEERS, prepare_peer
-from paceline.session import SLOW_MBIT, Session
-from paceline.settings import Settings
-from paceline.shards.pieces import Shards
-from paceline.telemetry import Moment, Recorder
-from paceline.things import Things
-from paceline.trace import hooks as trace_hooks
-from paceline.tuner import Tuner
+from paceline.session import assemble, session
+from paceline.session.hooks import watch_for_same_work
+from paceline.session.objects import Objects
+from paceline.session.session import Session, current
+from paceline.session.settings import Settings
+from paceline.sharding import meta
+from paceline.telemetry import hooks as trace_hooks
+from paceline.telemetry.recorder import Moment
 
-_session: Session | None = None
 _lost = 0  # saves in a row that no disk took
 _MOST_LOST = 3
-_OWN = tuple(Settings.__dataclass_fields__)
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+BatchT = TypeVar("BatchT")
+ScalerT = TypeVar("ScalerT", bound=GradScaler)
+AnyMethod = str | Method | Part | None
+AnyPath = str | PathLike[str] | None
 
 
-def prepare(*objects: Any, method: str | Method | Part | None = None, **arguments: Any) -> Any:
+@overload
+def prepare(
+    model: ModelT,
+    optimizer: OptimizerT,
+    /,
+    *,
+    method: AnyMethod = None,
+    batch: Literal["global", "per_worker"] = "global",
+    accumulate: int = 1,
+    weight: Callable[[Any], float] | None = None,
+    loss: Literal["mean", "sum"] = "mean",
+    random: Literal["per_worker", "as_seeded"] = "per_worker",
+    guard: Literal["skip", "raise", "off"] = "skip",
+    timeout: float = 300.0,
+    backend: Literal["gloo", "nccl"] | None = None,
+    bucket_mb: float | None = None,
+    weights: AnyPath = None,
+    tuned: AnyPath = None,
+    group: Any = None,
+    check_replicas: int = 50,
+    **knobs: Any,
+) -> tuple[ModelT, OptimizerT]: ...
+@overload
+def prepare(
+    model: ModelT,
+    optimizer: OptimizerT,
+    loader: DataLoader[BatchT],
+    /,
+    *,
+    method: AnyMethod = None,
+    batch: Literal["global", "per_worker"] = "global",
+    accumulate: int = 1,
+    weight: Callable[[Any], float] | None = None,
+    loss: Literal["mean", "sum"] = "mean",
+    random: Literal["per_worker", "as_seeded"] = "per_worker",
+    guard: Literal["skip", "raise", "off"] = "skip",
+    timeout: float = 300.0,
+    backend: Literal["gloo", "nccl"] | None = None,
+    bucket_mb: float | None = None,
+    weights: AnyPath = None,
+    tuned: AnyPath = None,
+    group: Any = None,
+    check_replicas: int = 50,
+    **knobs: Any,
+) -> tuple[ModelT, OptimizerT, Loader[BatchT]]: ...
+@overload
+def prepare(
+    model: ModelT,
+    optimizer: OptimizerT,
+    loader: Iterable[BatchT],
+    /,
+    *,
+    method: AnyMethod = None,
+    batch: Literal["global", "per_worker"] = "global",
+    accumulate: int = 1,
+    weight: Callable[[Any], float] | None = None,
+    loss: Literal["mean", "sum"] = "mean",
+    random: Literal["per_worker", "as_seeded"] = "per_worker",
+    guard: Literal["skip", "raise", "off"] = "skip",
+    timeout: float = 300.0,
+    backend: Literal["gloo", "nccl"] | None = None,
+    bucket_mb: float | None = None,
+    weights: AnyPath = None,
+    tuned: AnyPath = None,
+    group: Any = None,
+    check_replicas: int = 50,
+    **knobs: Any,
+) -> tuple[ModelT, OptimizerT, Loader[BatchT]]: ...
+@overload
+def prepare(
+    model: ModelT,
+    optimizer: OptimizerT,
+    loader: DataLoader[BatchT],
+    scaler: ScalerT,
+    /,
+    *,
+    method: AnyMethod = None,
+    batch: Literal["global", "per_worker"] = "global",
+    accumulate: int = 1,
+    weight: Callable[[Any], float] | None = None,
+    loss: Literal["mean", "sum"] = "mean",
+    random: Literal["per_worker", "as_seeded"] = "per_worker",
+    guard: Literal["skip", "raise", "off"] = "skip",
+    timeout: float = 300.0,
+    backend: Literal["gloo", "nccl"] | None = None,
+    bucket_mb: float | None = None,
+    weights: AnyPath = None,
+    tuned: AnyPath = None,
+    group: Any = None,
+    check_replicas: int = 50,
+    **knobs: Any,
+) -> tuple[ModelT, OptimizerT, Loader[BatchT], ScalerT]: ...
+@overload
+def prepare(
+    model: ModelT,
+    optimizer: OptimizerT,
+    loader: Iterable[BatchT],
+    scaler: ScalerT,
+    /,
+    *,
+    method: AnyMethod = None,
+    batch: Literal["global", "per_worker"] = "global",
+    accumulate: int = 1,
+    weight: Callable[[Any], float] | None = None,
+    loss: Literal["mean", "sum"] = "mean",
+    random: Literal["per_worker", "as_seeded"] = "per_worker",
+    guard: Literal["skip", "raise", "off"] = "skip",
+    timeout: float = 300.0,
+    backend: Literal["gloo", "nccl"] | None = None,
+    bucket_mb: float | None = None,
+    weights: AnyPath = None,
+    tuned: AnyPath = None,
+    group: Any = None,
+    check_replicas: int = 50,
+    **knobs: Any,
+) -> tuple[ModelT, OptimizerT, Loader[BatchT], ScalerT]: ...
+@overload
+def prepare(
+    *objects: Any,
+    method: AnyMethod = None,
+    batch: Literal["global", "per_worker"] = "global",
+    accumulate: int = 1,
+    weight: Callable[[Any], float] | None = None,
+    loss: Literal["mean", "sum"] = "mean",
+    random: Literal["per_worker", "as_seeded"] = "per_worker",
+    guard: Literal["skip", "raise", "off"] = "skip",
+    timeout: float = 300.0,
+    backend: Literal["gloo", "nccl"] | None = None,
+    bucket_mb: float | None = None,
+    weights: AnyPath = None,
+    tuned: AnyPath = None,
+    group: Any = None,
+    check_replicas: int = 50,
+    **knobs: Any,
+) -> Any: ...
+def prepare(
+    *objects: Any,
+    method: AnyMethod = None,
+    batch: Literal["global", "per_worker"] = "global",
+    accumulate: int = 1,
+    weight: Callable[[Any], float] | None = None,
+    loss: Literal["mean", "sum"] = "mean",
+    random: Literal["per_worker", "as_seeded"] = "per_worker",
+    guard: Literal["skip", "raise", "off"] = "skip",
+    timeout: float = 300.0,
+    backend: Literal["gloo", "nccl"] | None = None,
+    bucket_mb: float | None = None,
+    weights: AnyPath = None,
+    tuned: AnyPath = None,
+    group: Any = None,
+    check_replicas: int = 50,
+    **knobs: Any,
+) -> Any:
     """Make a plain training loop data-parallel.
 
     Takes models, optimizers, loaders (a torch DataLoader with the *global* batch size, or any iterable of this
@@ -53,62 +211,111 @@ def prepare(*objects: Any, method: str | Method | Part | None = None, **argument
     optimizers are the same objects with hooks attached, loaders are new.
 
     method: a name ("exact", "half", ... see `paceline methods`), names joined by "+", a part, or a paceline.Method.
-        Its knobs are keyword arguments. The command line's --method wins over this one, and says so.
+        The command line's --method wins over this one, and says so.
     batch: "global" (batch_size is shared out) or "per_worker" (every worker takes batch_size, as with DDP).
     accumulate: micro-batches to a step. Write the loop as without it: in between, `step` and `zero_grad` do
         nothing, and the window's gradient is the mean over all its samples. Do not divide the loss.
     weight: how much a batch counts, if not by its samples: `lambda batch: (batch[1] != pad).sum()` for tokens.
+    loss: "mean" (of the samples in a batch, as torch's losses are) or "sum" (reduction="sum"): gradients are then
+        summed over workers and micro-batches, as one process with all the samples would sum them.
+    random: "per_worker" (from here on each worker draws random numbers of its own, which follow from worker 0's and
+        its rank: other dropout masks, other noise) or "as_seeded" (they stay as the script has seeded them).
     guard: what happens to a step whose gradient is NaN or infinite on some worker: "skip" it everywhere, "raise",
-    or "off".
-    deadline: seconds after which a wait for other workers is an error.
+        or "off".
+    timeout: seconds after which a wait for other workers is an error.
     backend: "gloo" or "nccl"; chosen by the device if not given.
     bucket_mb: megabytes of gradients to one exchange; chosen by the measured speed of the link if not given.
     weights: where the weights come from, if not from the models: a folder of paceline.save, or a safetensors file.
         Parameters on the meta device are filled from there, or else by their modules' own reset_parameters().
-    tuned: a file. If it exists, sizes (of buckets, pieces, the credit) are taken from it; else they are searched for
+    tuned: a file. If it exists, sizes (of buckets, chunks, the credit) are taken from it; else they are searched for
         in the first hundred steps of training, and written there.
+    group: an existing process group of torch.distributed, or one axis of a DeviceMesh, in place of all workers.
+    check_replicas: how many steps lie between two looks whether all workers have the same weights, where the method
+        promises that; 0: never.
+    knobs: the method's own, by name: `prepare(..., method="powersgd", rank=4)`.
     """
-    global _session
+    given = {
+        "batch": batch,
+        "accumulate": accumulate,
+        "weight": weight,
+        "loss": loss,
+        "random": random,
+        "guard": guard,
+        "timeout": timeout,
+        "backend": backend,
+        "bucket_mb": bucket_mb,
+        "weights": weights,
+        "tuned": tuned,
+        "group": group,
+        "check_replicas": check_replicas,
+    }
     env = Environment.read()
-    settings = Settings(**{k: v for k, v in (arguments | (env.knobs or {})).items() if k in _OWN})
-    chosen, peer = _method(method, {k: v for k, v in arguments.items() if k not in _OWN}, env)
-    things = Things.sort(objects)
-    things.check()
-    meta.check(things.models, weights=settings.weights is not None)
-    if _session is None:
-        _session = Session.start(env, settings)
-    _session.world.check_process()
-    _session.check_new(things)
+    settings = Settings(**given | _overrides(env, given))
+    chosen, peer = _method(method, knobs, env)
+    sorted_ = Objects.sort(objects)
+    sorted_.check()
+    if peer is not None and settings.loss == "sum":
+        raise UsageError(f"{peer} takes the mean of gradients", why="loss='sum' asks for their sum", do="leave one out")
+    meta.check(sorted_.models, weights=settings.weights is not None)
+    here = session.open_session(env, settings)
+    here.process.check_not_forked()
+    here.check_new(sorted_)
     name = peer or str(chosen)
-    _session.say_hello(things, name)
-    _session.agree(things, peer or json.dumps(chosen.config(), sort_keys=True), settings)
+    here.say_hello(sorted_, name)
+    here.agree(sorted_, peer or json.dumps(chosen.config(), sort_keys=True), settings)
     new: dict[int, Any] = {}
     engines: list[Engine] = []
-    lends = peer is None and isinstance(chosen.layout, Shards) and chosen.layout.lends
-    fill = _values(_session, things, settings, later=lends)
+    fill = _values(here, sorted_, settings, later=peer is None and chosen.layout.shards_parameters)
     if peer is None:
-        engines = _engines(_session, things, chosen, settings)
+        engines = assemble.engines(here, sorted_, chosen, settings)
         fill(engines)
     else:
-        new |= _peer(peer, things)
-    if _session.tape is not None:
-        trace_hooks.watch([new.get(id(m), m) for m in things.models], _session.tape, peer=peer is not None)
-    loaders = [_loader(_session, source, chosen, settings, engines) for source in things.loaders]
-    new |= {id(source): loader for source, loader in zip(things.loaders, loaders, strict=True)}
-    _session.print_once(name, loaders)
-    result = tuple(new.get(id(thing), thing) for thing in objects)
+        new |= _peer(peer, sorted_, here)
+    if here.tape is not None:
+        trace_hooks.watch([new.get(id(m), m) for m in sorted_.models], here.tape, peer=peer is not None)
+    here.has_loader = here.has_loader or bool(sorted_.loaders)
+    if here.group.board is not None and not here.has_loader:
+        watch_for_same_work([new.get(id(m), m) for m in sorted_.models], here.group.board, lambda: here.has_loader)
+    loaders = [_loader(here, source, chosen, settings, engines) for source in sorted_.loaders]
+    new |= {id(source): loader for source, loader in zip(sorted_.loaders, loaders, strict=True)}
+    here.print_once(name, loaders)
+    if settings.random == "per_worker":
+        here.separate_streams()
+    result = tuple(new.get(id(one), one) for one in objects)
     return result if len(result) != 1 else result[0]
 
 
-def _method(given: Any, knobs: dict[str, Any], env: Environment) -> tuple[Method, str | None]:
+_OWN = tuple(name for name in inspect.signature(prepare).parameters if name not in ("objects", "knobs", "method"))
+
+
+def _overrides(env: Environment, given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `prepare` that the command line set in place of the script's, which is said once."""
+    found = {name: value for name, value in (env.knobs or {}).items() if name in _OWN}
+    _say_changes(env, found, given)
+    return found
+
+
+def _say_changes(env: Environment, found: dict[str, Any], given: dict[str, Any]) -> None:
+    """Say once what the environment changes in what the script says. --set is handed on as PACELINE_SET."""
+    for name, value in found.items() if env.rank == 0 else ():
+        said = f"changes {name} from {given[name]!r} to" if name in given else f"sets {name} to"
+        print(f"paceline: {KNOBS} (--set) {said} {value!r}", file=sys.stderr)
+
+
+def _method(given: AnyMethod, knobs: dict[str, Any], env: Environment) -> tuple[Method, str | None]:
     """The method, or the name of a peer that runs in its place."""
-    spec = given if given is not None else "exact"
+    from_command_line = {name: value for name, value in (env.knobs or {}).items() if name not in _OWN}
+    spec: Any = given if given is not None else "exact"
     if env.method is not None:
-        if given is not None and env.method != given and env.rank == 0:
-            print(f"paceline: method {env.method} from the command line (the script says {given})", file=sys.stderr)
+        said = ", ".join([str(given), *(f"{name}={value}" for name, value in knobs.items())])
+        if given is not None and (env.method != given or knobs) and env.rank == 0:
+            print(
+                f"paceline: PACELINE_METHOD (--method) changes the method from {said} to {env.method}", file=sys.stderr
+            )
         spec, knobs = env.method, {}
-    knobs = knobs | {k: v for k, v in (env.knobs or {}).items() if k not in _OWN}
-    if isinstance(spec, str) and spec in PEERS:
+    _say_changes(env, from_command_line, knobs)
+    knobs = knobs | from_command_line
+    if isinstance(spec, str) and (spec == "floor" or spec.startswith("torch:")):
         if knobs:
             raise MethodError(f"{spec} takes no knobs", why=f"{sorted(knobs)[0]!r} was given")
         return Method(), spec
@@ -118,133 +325,78 @@ def _method(given: Any, knobs: dict[str, Any], env: Environment) -> tuple[Method
         wrong = next((k for k in knobs if "no knob" in error.what and repr(k) in error.what), None)
         if wrong is None:
             raise
-        raise MethodError(error.what, do=f"{error.do}; prepare itself has: {nearest(wrong, _OWN)}") from None
+        raise _unknown(wrong, error) from None
 
 
-def _values(session: Session, things: Things, settings: Settings, *, later: bool) -> Callable[[list[Engine]], None]:
-    """The same weights on every worker. later: parameters that are not there yet get theirs from what this gives, when
-    engines have made slices of them.
+def _unknown(name: str, error: MethodError) -> MethodError:
+    """A name that is neither an argument of `prepare` nor a knob of the method: the nearest of both is named."""
+    meant = nearest(name, _OWN)
+    if meant.startswith("did you mean"):
+        return MethodError(f"prepare has no argument {name!r}", do=meant)
+    return MethodError(error.what, do=f"{error.do}; arguments of prepare itself: {', '.join(_OWN)}")
+
+
+def _values(here: Session, objects: Objects, settings: Settings, *, later: bool) -> Callable[[list[Engine]], None]:
+    """Give every worker the same weights.
+
+    later: parameters that are not there yet get theirs from the function this gives, when engines have sharded them.
     """
-    blank = meta.Blank(things.models, session.world.device)
+    blank = meta.Blank(objects.models, here.rendezvous.device)
     later = later and bool(blank.ids)
-    seed = session.shared_seed()
+    seed = here.shared_seed()
 
     def fill(engines: list[Engine]) -> None:
         if settings.weights is None:
             blank.fill(seed, Owned(engines))
             return
         blank.make_room(Owned(engines))
-        blank.fill(seed, Owned(engines), passing=True)
-        loading.load_model(loading.source(Path(settings.weights), session.control), things, engines)
+        blank.fill(seed, Owned(engines), only_unsaved=True)
+        loading.load_model(loading.source(Path(settings.weights), here.control), objects, engines, here.control)
 
     if not later:
         fill([])
-    session.share_weights(things, without=blank.ids if later else ())
+    here.share_weights(objects, without=blank.ids if later else ())
     return fill if later else lambda engines: None
 
 
-def _engines(session: Session, things: Things, method: Method, settings: Settings) -> list[Engine]:
-    """One engine an optimizer, each with parts and a lane of its own."""
-    engines = []
-    for i, optimizer in enumerate(things.optimizers):
-        own = method if i == 0 else method.copy()
-        lane = session.world.lane(f"gradients {len(session.pack)}")
-        engine = assemble(
-            things,
-            optimizer,
-            own,
-            lane,
-            recorder=session.recorder,
-            settings=settings,
-            pack=session.pack,
-            buffers=i == 0,
-            slow_link=session.link_mbit < SLOW_MBIT,
-            background=session.world.lane(f"background {len(session.pack)}") if own.wants_background() else None,
-        )
-        session.engines[id(optimizer)] = engine
-        engines.append(engine)
-    for engine in engines:
-        engine.company = len(engines) > 1
-    return engines
-
-
-def assemble(
-    things: Things,
-    optimizer: Optimizer,
-    method: Method,
-    comm: Comm,
-    *,
-    recorder: Recorder,
-    settings: Settings,
-    pack: Pack,
-    buffers: bool = True,
-    slow_link: bool = False,
-    background: Comm | None = None,
-) -> Engine:
-    """An engine over one optimizer's parameters, hooked up. `pack` is all engines of this worker."""
-    method.check(things.facts(optimizer))
-    method.layout.check(optimizer)
-    parameters = [p for _, p in things.parameters(optimizer)]
-    bucket_bytes = settings.bucket_bytes(slow_link=slow_link)
-    bucket_bytes = min(bucket_bytes, method.order.piece_bytes() or bucket_bytes)
-    if settings.bucket_mb is None and method.layout.at_once < sys.maxsize:
-        bucket_bytes = min(bucket_bytes, _few_bytes(parameters, method.layout.at_once))
-    gpu = any(p.is_cuda for p in parameters)
-    engine = Engine(
-        optimizer,
-        lambda: things.parameters(optimizer),
-        method,
-        comm,
-        recorder=recorder,
-        buffers=things.buffers() if buffers else (),
-        accumulate=settings.accumulate,
-        guard=settings.guard,
-        bucket_bytes=bucket_bytes,
-        first_bytes=min(bucket_bytes, 1 << 20) if slow_link or gpu else bucket_bytes,
-        background=background,
-    )
-    hooks.attach(engine, things.models, optimizer, pack=pack, scaler=things.scalers[0] if things.scalers else None)
-    if settings.tuned is not None and not engine.idle:
-        path = Path(settings.tuned)
-        path = path if len(pack) == 1 else path.with_suffix(f".{len(pack)}{path.suffix}")
-        engine.look = Tuner(engine, path, bucket_bytes=settings.bucket_bytes(slow_link=slow_link)).forward
-    return engine
-
-
-def _few_bytes(parameters: list[Tensor], at_once: int) -> int:
-    """To a bucket, where memory counts: those under way are an eighth of all. But every operation takes time."""
-    return max(sum(p.nbytes for p in parameters) // (8 * at_once), 1 << 20)
-
-
-def _loader(session: Session, source: Any, method: Method, settings: Settings, engines: list[Engine]) -> Loader:
-    board = session.world.board
+def _loader(here: Session, source: Any, method: Method, settings: Settings, engines: list[Engine]) -> Loader[Any]:
+    number = here.loaders
+    here.loaders += 1
 
     def hand_out(batch: Batch) -> None:
         for engine in engines:
-            engine.take_batch(batch)
-        if board is not None:
-            board.step = session.recorder.step
+            engine.take_batch(batch, number)
+        if (board := here.group.board) is not None:
+            board.step = here.recorder.step
             board.where = f"samples {batch.indices[:8]}" if batch.indices else ""
+
+    def loop_ended() -> None:
+        for engine in engines:
+            engine.loop_ended(number)
 
     return Loader(
         source,
-        comm=session.control,
+        group=here.group,
         balance=method.balance,
-        recorder=session.recorder,
+        recorder=here.recorder,
         batch=settings.batch,
         weight=settings.weight,
-        seed=session.shared_seed(),
+        seed=here.shared_seed(),
         on_batch=hand_out,
-        gate=session.gate,
-        meet=session.meet if method.sync.own_pace else None,
+        on_end=loop_ended,
+        gate=here.gate,
+        meet=here.meet if method.sync.is_async else None,
     )
 
 
-def _peer(peer: str, things: Things) -> dict[int, Any]:
-    if len(things.models) > 1 or len(things.optimizers) > 1:
+def _peer(peer: str, objects: Objects, here: Session) -> dict[int, Any]:
+    """Torch's own method in place of ours."""
+    from paceline.integrations.peers import prepare_peer
+
+    if len(objects.models) > 1 or len(objects.optimizers) > 1:
         raise UsageError(f"{peer} runs with one model and one optimizer", do="use one of Paceline's own methods")
-    model, optimizer = things.models[0], things.optimizers[0]
-    new_model, new_optimizer, _ = prepare_peer(peer, model, optimizer, None)
+    model, optimizer = objects.models[0], objects.optimizers[0]
+    new_model, new_optimizer = prepare_peer(peer, model, optimizer, here.rendezvous)
     return {id(model): new_model, id(optimizer): new_optimizer}
 
 
@@ -271,23 +423,23 @@ def save(
     the third failure in a row is an error.
     """
     global _lost
-    things, engines = _saved(objects, "save")
-    if _session is None and Environment.read().world > 1:
+    found, engines = _saved(objects, "save")
+    if current() is None and Environment.read().world_size > 1:
         raise UsageError("paceline.save was called before paceline.prepare", do="prepare first: it joins the workers")
     if keep is not None and (type(keep) is not int or keep < 1):
         raise UsageError(f"keep={keep!r} is not a whole number of 1 or more")
     if step is None and not engines:
         raise UsageError("which step is this?", why="nothing here is prepared, so nobody counts", do="give step=")
-    number = engines[0].ex.step if step is None else step
-    if type(number) is not int or number < 0:
-        raise UsageError(f"step={step!r} is not a whole number of 0 or more")
-    saving.check_extra(extra or {})
-    root, comm = Path(folder), _session.control if _session else Alone()
+    if step is not None and (type(step) is not int or not 0 <= step <= MOST):
+        raise UsageError(f"step={step!r} is not a whole number from 0 to 2**53")
+    root, more = _path(folder, "save"), plain({} if extra is None else extra)
+    comm = here.control if (here := current()) else SingleComm()
     try:
         with untimed():
-            path = saving.save(root, things, engines, comm, step=number, extra=extra or {})
-            if keep is not None and comm.rank == 0:
-                folders.retain(root, keep)
+            for engine in engines:
+                engine.check_between_steps("paceline.save")
+                engine.replicas.check()
+            path = saving.save(root, found, engines, comm, step=step, extra=more, keep=keep)
     except saving.NotWrittenError as error:
         _lost += 1
         if _lost == _MOST_LOST:
@@ -308,61 +460,37 @@ def load(folder: str | PathLike[str], *objects: Any) -> dict[str, Any]:
     Every worker must call it. There may be more or fewer of them than saved it, with another layout; with as many and
     the same method, training goes on bit for bit.
     """
-    things, engines = _saved(objects, "load")
+    found, engines = _saved(objects, "load")
     with untimed():
-        return loading.load(Path(folder), things, engines, _session.control if _session else Alone())
+        return loading.load(
+            _path(folder, "load"), found, engines, here.control if (here := current()) else SingleComm()
+        )
 
 
-def _saved(objects: tuple[Any, ...], what: str) -> tuple[Things, list[Engine]]:
+def _path(folder: Any, what: str) -> Path:
+    if not isinstance(folder, (str, PathLike)) or "\0" in str(folder) or not str(folder):
+        raise UsageError(f"paceline.{what} takes a folder first, not {repr(folder)[:80]}")
+    return Path(folder)
+
+
+def _saved(objects: tuple[Any, ...], what: str) -> tuple[Objects, list[Engine]]:
     """What is saved or loaded, and the engines that share it out."""
-    things = Things.sort(objects)
-    if not things.models or things.loaders or things.scalers:
+    found = Objects.sort(objects)
+    if not found.models or found.loaders or found.scalers:
         raise UsageError(
             f"paceline.{what} takes models, and their optimizers",
             do="pass state_dict() of a loader, a scheduler or a GradScaler through extra=",
         )
-    params = {id(p) for model in things.models for p in model.parameters()}
+    params = {id(p) for model in found.models for p in model.parameters()}
     engines = [
         engine
-        for engine in (_session.pack if _session else ())
+        for engine in _engines()
         if any(id(p) in params for group in engine.optimizer.param_groups for p in group["params"])
     ]
-    return things, engines
+    return found, engines
 
 
 # ---------------------------------------------------------------------------------------------------- around the loop
-
-
-def rank() -> int:
-    """This worker's number, from 0."""
-    return _session.world.rank if _session else Environment.read().rank
-
-
-def world() -> int:
-    """How many workers there are."""
-    return _session.world.world if _session else Environment.read().world
-
-
-def mean(value: Tensor | float) -> Tensor:
-    """The mean of a value over the workers, for metrics. Every worker must call it."""
-    x = value.detach().clone() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
-    text = f"paceline.mean of {str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
-    if not x.is_floating_point():
-        raise UsageError(f"{text}: a mean needs floating-point values", do="convert it with .float()")
-    if _session is None:
-        if Environment.read().world > 1:
-            raise UsageError(
-                "paceline.mean was called before paceline.prepare", do="prepare first: it joins the workers"
-            )
-        return x
-    comm = _session.user
-    with _session.recorder.untimed():
-        # Sizes that differ must be found out before they meet on the wire: this lane is the user's, in any order.
-        sums = comm.gather(torch.tensor([zlib.crc32(text.encode())])).wait().flatten().tolist()
-        if len(set(sums)) > 1:
-            comm.agree("an operation", text)
-            differ("an operation", [str(s) for s in sums])
-        return comm.mean(x).wait()
 
 
 def log(*, at: Moment | None = None, **metrics: Any) -> None:
@@ -370,60 +498,65 @@ def log(*, at: Moment | None = None, **metrics: Any) -> None:
 
     at: an earlier `paceline.moment()`, for what was found out only later, on a copy of the weights.
     """
-    if _session is not None:
-        _session.recorder.log(metrics, at)
+    if (here := current()) is not None:
+        here.recorder.log(metrics, at)
 
 
 def moment() -> Moment:
     """Now: (steps completed, seconds of training), for `paceline.log(at=...)`."""
-    return _session.recorder.moment() if _session else Moment(0, 0.0)
+    return here.recorder.moment() if (here := current()) else Moment(0, 0.0)
 
 
 def untimed() -> AbstractContextManager[None]:
     """What happens inside (evaluation, saving) does not count as training time."""
-    return _session.recorder.untimed() if _session else contextlib.nullcontext()
+    return here.recorder.untimed() if (here := current()) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def agreed(*, wait: bool = True) -> Iterator[None]:
+def consensus(*, wait: bool = True) -> Iterator[None]:
     """Inside, the weights are those that all workers agree on; after it, this worker's own again.
 
     For evaluation and saving with methods that let the workers' weights differ (local_sgd, sma, gossip, ...): worker
-    0's own weights are one rider's, not the group's. Every worker must enter. Under methods whose replicas always agree
-    it does nothing and costs nothing.
+    0's own weights are one worker's, not the group's. Every worker must enter. Under methods whose replicas always
+    agree it does nothing and costs nothing.
 
     wait=False: where workers keep their own pace (async_average, ...), wait for nobody and take the newest weights that
     this worker knows to have been everybody's, or its own. For an evaluation in the middle of training, which would
     otherwise make the fast wait for the slow.
     """
     with contextlib.ExitStack() as stack:
-        for engine in _session.pack if _session else ():
-            together = wait or not engine.method.sync.own_pace
-            stack.enter_context(consensus.agreed(engine) if together else consensus.latest(engine))
+        for engine in _engines():
+            together = wait or not engine.method.sync.is_async
+            stack.enter_context(consensus_weights(engine) if together else latest_weights(engine))
         yield
 
 
-def own_pace() -> bool:
-    """Do the workers keep their own pace? Then nothing in the loop may wait for all of them."""
-    return any(engine.method.sync.own_pace for engine in _session.pack) if _session else False
+def is_async() -> bool:
+    """Are the workers asynchronous? Then nothing in the loop may wait for all of them."""
+    return any(engine.method.sync.is_async for engine in _engines())
 
 
-def hold(optimizer: Optimizer) -> AbstractContextManager[None]:
+def no_sync(optimizer: Optimizer) -> AbstractContextManager[None]:
     """Hold communication back: gradients of every backward inside only add up, on this worker.
 
     The first backward outside exchanges them all: p.grad is then the mean over all samples since the last step, as
     if they had been one batch. Do not divide the loss.
     """
-    return _engine(optimizer, "hold").hold()
+    return _engine(optimizer, "no_sync").no_sync()
 
 
-def stepping(optimizer: Optimizer) -> bool:
+def will_step(optimizer: Optimizer) -> bool:
     """With accumulate=N: will the next optimizer.step() really step? For LR schedulers and logging."""
-    return _engine(optimizer, "stepping").window.closing
+    return _engine(optimizer, "will_step").window.closing
+
+
+def _engines() -> Iterable[Engine]:
+    """All engines of this worker."""
+    return here.engines if (here := current()) else ()
 
 
 def _engine(optimizer: Optimizer, what: str) -> Engine:
-    engine = _session.engines.get(id(optimizer)) if _session else None
+    engine = here.by_optimizer.get(id(optimizer)) if (here := current()) else None
     if engine is None:
         raise UsageError(f"{what}: this optimizer is not prepared", do="call paceline.prepare with it first")
     return engine

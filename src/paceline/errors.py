@@ -6,8 +6,20 @@ command line (2 usage, 3 data or checkpoint, 4 peers) and nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import linecache
+import os
+import re
+import sys
+import traceback
+import unicodedata
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+
+DEBUG = "PACELINE_DEBUG"  # set by --debug: tracebacks of our own errors are shown
+LAUNCHED = "PACELINE_GUARD"  # set where `paceline` has started this process: tools/launch/guardian.py
 
 
 class PacelineError(Exception):
@@ -20,9 +32,12 @@ class PacelineError(Exception):
         self.what, self.why, self.do = what, why, do
 
     def __str__(self) -> str:
-        return "\n  ".join(
-            line for line in (self.what, self.why and f"why: {self.why}", self.do and f"do:  {self.do}") if line
-        )
+        return self.said()
+
+    def said(self, at: str = "") -> str:
+        """What happened, why, where in the user's program if that is given, and what to do: the last line."""
+        lines = {"why": self.why, "at": at, "do": self.do}
+        return "\n  ".join([self.what, *(f"{word + ':':<4} {text}" for word, text in lines.items() if text)])
 
 
 class UsageError(PacelineError, ValueError):
@@ -61,10 +76,11 @@ class PeerError(PacelineError):
     def __init__(self, what: str, *, why: str = "", do: str = "", worker: int | None = None) -> None:
         super().__init__(what, why=why, do=do)
         self.worker = worker
+        self.posted = False  # the launcher knows it as the cause, and will say it
 
 
-class DeadlineError(PeerError):
-    """A wait for other workers ran past its deadline."""
+class PeerTimeoutError(PeerError):
+    """A wait for other workers ran past its time-out."""
 
 
 class MismatchError(PeerError):
@@ -106,3 +122,69 @@ def _around(text: str, other: str) -> str:
     """The lines of text that other does not have: the difference, not the whole."""
     lines = set(other.splitlines())
     return "; ".join([line for line in text.splitlines() if line not in lines][:3]) or "nothing of it"
+
+
+# ------------------------------------------------------------------------------------------------ what is shown
+
+_ESCAPES = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # colours, and orders to move the cursor or clear the screen
+    r"|\x1b[\]PX^_].*?(?:\x07|\x1b\\)"  # titles of windows and other texts to the terminal
+    r"|\x1b[ -/]*[0-~]?"
+)
+_UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # control characters, and those that turn the direction of writing
+_OURS = str(Path(__file__).parent) + os.sep
+
+
+def plain(text: str) -> str:
+    """The text of another process without control characters and escape codes, which a terminal would obey."""
+    text = _ESCAPES.sub("", text)
+    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in _UNSEEN)
+
+
+def users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """The line of the user's program that called us, as "train.py:12: loss.backward()"; empty where none did.
+
+    frames: from the outermost to the innermost, each with its line.
+    """
+    theirs = ""
+    torchs = str(Path(getattr(sys.modules.get("torch"), "__file__", None) or "/no torch/x").parent) + os.sep
+    for frame, number in frames:
+        name = frame.f_code.co_filename
+        if name.startswith(_OURS):
+            break
+        if not name.startswith((torchs, "<")):
+            theirs = f"{_near(name)}:{number}: {linecache.getline(name, number).strip()}".rstrip(": ")
+    return theirs
+
+
+def _near(name: str) -> str:
+    """The name of a file as seen from the current folder, if it is in there."""
+    with contextlib.suppress(OSError, ValueError):  # the folder may have been removed
+        return str(Path(name).relative_to(Path.cwd()))
+    return name
+
+
+def _last_words(error: PacelineError, trace: TracebackType | None) -> str:
+    """What a worker says about the error that ends it. What the launcher will say in full is said in one line."""
+    if not isinstance(error, PeerError):
+        return plain(error.said(users_line(traceback.walk_tb(trace))))
+    if error.posted and os.environ.get(LAUNCHED):
+        return f"worker {os.environ.get('RANK', '')} ends, because of this: {plain(error.what)}"
+    return plain(error.said())  # the line at which this worker waited is not where the mistake is
+
+
+def show_uncaught() -> None:
+    """Show an error of ours that a script does not catch without our traceback, and end with the error's exit code."""
+    before = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, PacelineError) or os.environ.get(DEBUG):
+            before(kind, error, trace)
+        else:
+            sys.stdout.flush()
+            print(f"paceline: {_last_words(error, trace)}", file=sys.stderr, flush=True)
+        # Python takes the exit code of the process from here; a hook around this one has yet to print what this wrote.
+        if isinstance(error, PacelineError) and sys.excepthook is show and not hasattr(sys, "ps1"):
+            raise SystemExit(error.exit_code)
+
+    sys.excepthook = show

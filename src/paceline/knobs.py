@@ -6,12 +6,9 @@ import dataclasses
 import typing
 from dataclasses import dataclass, field
 from types import UnionType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
 from paceline.errors import MethodError, nearest
-
-if TYPE_CHECKING:
-    from paceline.parts import Part
 
 
 def knob(
@@ -52,12 +49,12 @@ class Knob:
     range: str
 
 
-def kinds(cls: type[Part]) -> dict[str, Any]:
+def kinds(cls: type[Any]) -> dict[str, Any]:
     """Each knob's resolved type."""
     return {k: v for k, v in typing.get_type_hints(cls).items() if get_origin(v) is not ClassVar}
 
 
-def describe(cls: type[Part]) -> list[Knob]:
+def describe(cls: type[Any]) -> list[Knob]:
     types = kinds(cls)
     return [
         Knob(
@@ -90,7 +87,7 @@ def _range(f: dataclasses.Field[Any], kind: Any) -> str:
     return ", ".join(s for s in [*sides, f"<= {high:g}" if high is not None else ""] if s)
 
 
-def check(part: Part) -> None:
+def check(part: Any) -> None:
     """Strict types, allowed choices, ranges; a whole number is accepted where a real one is meant."""
     types = kinds(type(part))
     for f in dataclasses.fields(part):
@@ -99,7 +96,7 @@ def check(part: Part) -> None:
             _check(part, f, _said(kind), value)
 
 
-def _check(part: Part, f: dataclasses.Field[Any], kind: Any, value: Any) -> None:
+def _check(part: Any, f: dataclasses.Field[Any], kind: Any, value: Any) -> None:
     where = f"{part.name}: {f.name}={value!r}"
     if allowed := choices(kind):
         if value not in allowed:

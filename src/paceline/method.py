@@ -9,13 +9,14 @@ from typing import Any
 
 from paceline import registry
 from paceline.balances.even import Even
+from paceline.core.facts import Fact
+from paceline.core.parts import AXES, Balance, Layout, Membership, Order, Part, Reducer, Sync
 from paceline.errors import MethodError, nearest
 from paceline.knobs import fresh, kinds
-from paceline.layouts.replicated import Replicated
-from paceline.membership.fixed import Fixed
+from paceline.memberships.fixed import Fixed
 from paceline.orders.backward import Backward
-from paceline.parts import AXES, Balance, Layout, Membership, Order, Part, Reducer, Sync
 from paceline.reducers.exact import Exact
+from paceline.sharding.replicated import Replicated
 from paceline.syncs.every_step import EveryStep
 
 
@@ -48,14 +49,10 @@ class Method:
         """The same method with parts of its own, which remember nothing yet."""
         return Method(**{axis: fresh(part) for axis, part in self.axes().items()})
 
-    def wants_background(self) -> bool:
-        """A lane beside the gradients'."""
-        return self.sync.background or self.layout.background or self.order.crosses
-
     def config(self) -> dict[str, Any]:
         return {axis: part.config() for axis, part in self.axes().items()}
 
-    def check(self, facts: frozenset[str] | None = None) -> None:
+    def check(self, facts: frozenset[Fact] | None = None) -> None:
         """Do the parts go together? `facts` are the job's (`optimizer:SGD`); None: there is no job yet to ask."""
         job = dict.fromkeys(facts or (), "the job")
         for axis, whole in self.axes().items():
@@ -66,9 +63,9 @@ class Method:
                     if giver := inside.get(fact) or around.get(fact):
                         raise MethodError(f"{part.name} does not go together with {giver}", why=reason)
                 for fact, reason in part.needs.items():
-                    unknown = facts is None and fact.startswith("optimizer:")
+                    unknown = facts is None and fact.of_optimizer
                     if not unknown and fact not in around | _given(whole.parts()):
-                        raise MethodError(f"{part.name} needs {fact}, which nothing here gives", why=reason)
+                        raise MethodError(f"{part.name} needs {fact.value}, which nothing here gives", why=reason)
 
     def __str__(self) -> str:
         plain = {axis: cls() for axis, cls in _PLAIN.items()}
@@ -86,7 +83,7 @@ _PLAIN: dict[str, type[Part]] = {
 }
 
 
-def _given(parts: Iterable[Part]) -> dict[str, str]:
+def _given(parts: Iterable[Part]) -> dict[Fact, str]:
     return {fact: part.name for part in parts for fact in part.gives}
 
 

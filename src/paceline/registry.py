@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import pkgutil
 from typing import TypeVar
 
-import paceline
+from paceline.core.part import Part
+from paceline.core.parts import AXES
 from paceline.errors import MethodError, nearest
-from paceline.parts import AXES, Part
 
 P = TypeVar("P", bound=Part)
 _parts: dict[str, type[Part]] = {}
-_FOLDERS = ("reducers", "syncs", "layouts", "orders", "balances", "membership")
+_FOLDERS = ("reducers", "syncs", "sharding", "orders", "balances", "memberships")
 
 
 def register(cls: type[P]) -> type[P]:
@@ -34,7 +35,7 @@ def register(cls: type[P]) -> type[P]:
 @functools.cache
 def _load() -> None:
     for folder in _FOLDERS:
-        package = importlib.import_module(f"{paceline.__name__}.{folder}")
+        package = importlib.import_module(f"paceline.{folder}")
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{package.__name__}.{module.name}")
 
@@ -46,7 +47,13 @@ def parts(axis: str | None = None) -> dict[str, type[Part]]:
 
 
 def find(name: str) -> type[Part]:
-    """The part of that name, or an error with the nearest one."""
+    """The part of that name, or an error with the nearest one. A built-in one is looked for by its file's name."""
+    if name not in _parts and name.isidentifier():
+        for folder in _FOLDERS:
+            if importlib.util.find_spec(f"paceline.{folder}.{name}") is not None:
+                importlib.import_module(f"paceline.{folder}.{name}")
+    if name in _parts:
+        return _parts[name]
     known = parts()
     if name not in known:
         raise MethodError(f"there is no method {name!r}", do=nearest(name, known))

@@ -1,4 +1,4 @@
-"""Everyone takes the same number of samples."""
+"""All workers take the same number of samples."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.parts import Balance
+from paceline.core.parts import Balance
 from paceline.registry import register
 
 
 @register
 @dataclass(kw_only=True)
 class Even(Balance):
-    """batch/W each; what does not divide goes to the first workers, one sample more each."""
+    """Each worker takes batch/W samples; if that leaves a remainder, the first workers take one more each."""
 
     name: ClassVar[str] = "even"
 

@@ -4,64 +4,75 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.bucket import memory
 from paceline.checkpoint import names
-from paceline.checkpoint.manifest import Entry, Value
+from paceline.checkpoint.manifest import MOST, TensorEntry, Value
 from paceline.checkpoint.names import Names
-from paceline.comm import NARROW
-from paceline.engine import Engine
+from paceline.comm.lane import NARROW
+from paceline.core.bucket import memory
+from paceline.core.engine import Engine
+from paceline.core.shard import MASTER, Owned, Shard
+from paceline.data import random_streams
 from paceline.errors import CheckpointError
-from paceline.shards.piece import Piece
-from paceline.shards.pieces import Shards
-from paceline.shards.whole import MASTER
 
 
 @dataclass(frozen=True)
 class Holding:
-    """A stretch of a tensor, as it is when it is asked for."""
+    """A stretch of a tensor that this worker holds. `get` gives its elements as they are then."""
 
     key: str
-    entry: Entry
+    entry: TensorEntry
     start: int
     stop: int
     get: Callable[[], Tensor]
     shared: bool = False  # all workers hold it alike
+    trained: bool = False  # training changes it, so an infinity in it is none that somebody put there, as in a mask
 
     @classmethod
-    def whole(cls, key: str, x: Tensor, *, shared: bool) -> Holding:
-        entry = Entry.of(x)
-        return cls(key, entry, 0, entry.length, lambda: memory(x), shared)
+    def whole(cls, key: str, x: Tensor, *, shared: bool, trained: bool = False) -> Holding:
+        """Hold all of a tensor. shared: all workers hold it alike."""
+        entry = TensorEntry.of(x)
+        return cls(key, entry, 0, entry.length, lambda: memory(x), shared, trained)
 
     @classmethod
-    def piece(cls, key: str, piece: Piece, dtype: torch.dtype, get: Callable[[], Tensor]) -> Holding:
-        like = Entry.of(piece.slot.view)
-        wide = dtype.to_complex() if piece.slot.view.is_complex() and not dtype.is_complex else dtype
-        entry = Entry(dtype=str(wide).removeprefix("torch."), shape=like.shape, strides=like.strides)
-        return cls(key, entry, piece.inside.start, piece.inside.stop, get)
+    def shard(
+        cls, key: str, shard: Shard, dtype: torch.dtype, get: Callable[[], Tensor], *, trained: bool = False
+    ) -> Holding:
+        """Hold a shard of something in a parameter's shape."""
+        like = TensorEntry.of(shard.slot.view)
+        wide = dtype.to_complex() if shard.slot.view.is_complex() and not dtype.is_complex else dtype
+        entry = TensorEntry(dtype=str(wide).removeprefix("torch."), shape=like.shape, strides=like.strides)
+        return cls(key, entry, shard.inside.start, shard.inside.stop, get, trained=trained)
 
     @property
     def nbytes(self) -> int:
         return (self.stop - self.start) * self.entry.real.itemsize
 
     def cut(self, start: int, stop: int) -> Holding:
-        """Of what all hold alike, this worker's share."""
-        return Holding(self.key, self.entry, start, stop, lambda: self.get()[start:stop])
+        """Hold only a part of what all workers hold alike."""
+        return replace(self, start=start, stop=stop, get=lambda: self.get()[start:stop], shared=False)
+
+    def spoilt(self, x: Tensor) -> bool:
+        """Say whether there is a NaN in these elements of it, or in what is trained an infinity."""
+        if not x.is_floating_point() or not x.numel():
+            return False
+        both = torch.stack(torch.aminmax(x if x.dtype.itemsize > 1 else x.half()))  # a NaN shows in both
+        return bool(both.isnan().any() or (self.trained and both.isinf().any()))
 
 
-def share_out(holdings: Iterable[Holding], rank: int, world: int) -> list[Holding]:
-    """What this worker writes: what is its own, and of what all hold as many bytes as any other."""
+def share_out(holdings: Iterable[Holding], rank: int, world_size: int) -> list[Holding]:
+    """Give what this worker writes: what is its own, and an equal share of the bytes that all hold alike."""
     known = list(holdings)
     shared = [h for h in known if h.shared]
     total = sum(h.nbytes for h in shared)
-    low, high = total * rank // world, total * (rank + 1) // world
+    low, high = total * rank // world_size, total * (rank + 1) // world_size
     mine, end = [h for h in known if not h.shared], 0
     for h in shared:
         begin, end, size = end, end + h.nbytes, h.entry.real.itemsize
@@ -72,66 +83,61 @@ def share_out(holdings: Iterable[Holding], rank: int, world: int) -> list[Holdin
     return mine
 
 
-class Owned:
-    """Parameters that are shared out over the workers, and this worker's pieces of them."""
-
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        self.ids: set[int] = set()
-        self.lent: set[int] = set()  # whole only while a module computes with them, trained or frozen
-        self.pieces: dict[int, Piece] = {}  # by the parameter's id
-        self.frozen: dict[int, Piece] = {}  # ... of those that are lent and not trained
-        for engine in engines:
-            layout = engine.method.layout
-            if isinstance(layout, Shards) and layout.pieces:
-                ids = {id(s.param) for b in engine.buckets for s in b.slots}
-                self.ids |= ids
-                self.lent |= layout.lent()
-                self.frozen |= {id(piece.slot.param): piece for piece in layout.frozen()}
-                self.pieces |= {id(piece.slot.param): piece for some in layout.pieces.values() for piece in some}
-
-    def of_model(self, p: Tensor) -> Piece | None:
-        return self.pieces.get(id(p)) or self.frozen.get(id(p))
-
-
 def model(known: Names, owned: Owned) -> Iterator[Holding]:
-    in_slices = owned.ids | owned.lent
+    """Give what this worker holds of the models' parameters and buffers."""
+    sharded = owned.ids | owned.gathered
     for name, x in known.tensors.items():
-        if id(x) not in in_slices:
-            yield Holding.whole(names.MODEL + name, x, shared=True)
-        elif piece := owned.of_model(x):
-            yield Holding.piece(names.MODEL + name, piece, piece.bucket.flat.dtype, piece.now)
+        if id(x) not in sharded:
+            yield Holding.whole(names.MODEL + name, x, shared=True, trained=x.requires_grad)
+        elif shard := owned.of_model(x):
+            dtype, trained = shard.bucket.flat.dtype, x.requires_grad
+            yield Holding.shard(names.MODEL + name, shard, dtype, shard.now, trained=trained)
 
 
 def optimizer(i: int, opt: Optimizer, known: Names, owned: Owned) -> tuple[list[Holding], dict[str, Value]]:
-    """What it remembers of each parameter."""
+    """Give what this worker holds of the optimizer's state: stretches of tensors, and single values."""
     holdings: list[Holding] = []
     values: dict[str, Value] = {}
+    _check_keys(opt)
     for p in (p for group in opt.param_groups for p in group["params"]):
-        name, piece = known.of[id(p)], owned.pieces.get(id(p))
-        if piece is None and id(p) in owned.ids:
+        name, shard = known.of[id(p)], owned.shards.get(id(p))
+        if shard is None and id(p) in owned.ids:
             continue
-        state: dict[str, Any] = dict(opt.state.get(p if piece is None else piece.param, {}))
-        if piece is not None and p.dtype in NARROW:
-            state[MASTER] = piece.param
+        state: dict[str, Any] = dict(opt.state.get(p if shard is None else shard.param, {}))
+        if shard is not None and p.dtype in NARROW:
+            state[MASTER] = shard.param
         for key, value in state.items():
             at = names.slot(i, name, key)
-            if not isinstance(value, Tensor) or (not value.dim() and (piece or key == "step" or p.dim())):
+            if not isinstance(value, Tensor) or (not value.dim() and (shard or key == "step" or p.dim())):
                 values[at] = single(at, value)
-            elif piece is None:
+            elif shard is None:
                 holdings.append(Holding.whole(at, value, shared=True))
-            elif value.shape == piece.param.shape:
-                holdings.append(Holding.piece(at, piece, value.dtype, functools.partial(piece.look, value)))
+            elif value.shape == shard.param.shape:
+                look = functools.partial(shard.look, value)
+                holdings.append(Holding.shard(at, shard, value.dtype, look, trained=key == MASTER))
             else:
                 raise CheckpointError(
-                    f"{type(opt).__name__} remembers {key!r} of {name}, which cannot be saved in slices",
+                    f"{type(opt).__name__} remembers {key!r} of {name}, which cannot be saved in shards",
                     why=f"it is a tensor of shape {list(value.shape)}, neither a number nor one for each element",
                     do="use the layout replicated with this optimizer",
                 )
     return holdings, values
 
 
+def _check_keys(opt: Optimizer) -> None:
+    """Refuse what an optimizer remembers under a key that a checkpoint could not give back."""
+    for place, state in opt.state.items():
+        strange = [key for key in state if not isinstance(key, str) or "/" in key] if isinstance(state, dict) else []
+        if not isinstance(place, Tensor) or strange:
+            raise CheckpointError(
+                f"{type(opt).__name__} remembers {strange[0] if strange else place!r}, which cannot be saved",
+                why="a checkpoint has places for what is remembered of parameters, by names without a slash",
+                do="pass it through extra=, and take it out of optimizer.state before the save",
+            )
+
+
 def parts(i: int, engine: Engine) -> tuple[list[Holding], dict[str, Value]]:
-    """What the parts of the method remember: each worker its own."""
+    """Give what the parts of the method remember on this worker."""
     holdings: list[Holding] = []
     values: dict[str, Value] = {}
     for path, part in names.paths(engine.method):
@@ -145,41 +151,40 @@ def parts(i: int, engine: Engine) -> tuple[list[Holding], dict[str, Value]]:
 
 
 def single(key: str, value: Any) -> Value:
-    """A number or a word, as JSON can say it."""
+    """Give a number or a word as JSON, with its type."""
     if isinstance(value, Tensor):
         kind, value = str(value.dtype).removeprefix("torch."), value.item()
     else:
         kind = "float" if isinstance(value, float) else ""
-    if isinstance(value, float):
-        return kind, value if math.isfinite(value) else str(value)
-    if isinstance(value, (bool, int, str, type(None))):
+    if isinstance(value, float):  # of numpy's too, which is one
+        return kind, float(value) if math.isfinite(value) else str(float(value))
+    if isinstance(value, (bool, str, type(None))) or (isinstance(value, int) and abs(value) <= MOST):
         return kind, value
     raise CheckpointError(
         f"{key} cannot be saved",
-        why=f"it is a {type(value).__name__}; a checkpoint holds tensors, numbers and words",
+        why=f"it is {repr(value)[:80]}; a checkpoint holds tensors, words and numbers, whole ones up to 2**53",
         do="pass what it stands for through extra=",
     )
 
 
 def number(value: Value) -> Any:
-    """The other way round."""
+    """Give the number or word that `single` has made JSON of."""
     kind, it = value
     if not kind:
         return it
+    if it is None:
+        raise CheckpointError(f"a {kind} is missing in the checkpoint")
     if kind == "float":
         return float(it)
-    dtype = Entry(dtype=kind, shape=()).torch_dtype
+    dtype = TensorEntry(dtype=kind, shape=()).torch_dtype
     return torch.tensor(float(it) if isinstance(it, str) else it, dtype=dtype)
 
 
 def random() -> list[Holding]:
-    """Where this worker's streams of random numbers stand."""
-    streams: Mapping[str, Tensor] = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        streams = {**streams, "cuda": torch.cuda.get_rng_state()}
-    return [Holding.whole(names.RANDOM + device, state, shared=False) for device, state in streams.items()]
+    """Give the states of this worker's random streams."""
+    return [Holding.whole(names.RANDOM + kind, x, shared=False) for kind, x in random_streams.states().items()]
 
 
 def prefixed(prefix: str, holdings: Iterable[Holding]) -> list[Holding]:
-    """As this worker's own."""
-    return [Holding(prefix + h.key, h.entry, h.start, h.stop, h.get) for h in holdings]
+    """Give these holdings under keys of this worker's own."""
+    return [replace(h, key=prefix + h.key, shared=False) for h in holdings]

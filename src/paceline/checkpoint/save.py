@@ -3,83 +3,95 @@
 from __future__ import annotations
 
 import contextlib
-import math
+import errno
+import itertools
 import os
-import secrets
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
-import paceline
-from paceline import consensus
-from paceline.checkpoint import folders, holdings, manifest, names
-from paceline.checkpoint.holdings import Holding, Owned, share_out
-from paceline.checkpoint.manifest import Entry, File, Group, Manifest, OptimizerEntry, Stretch, Value
+from paceline._version import __version__
+from paceline.checkpoint import drafts, folders, holdings, manifest, names
+from paceline.checkpoint.drafts import Draft
+from paceline.checkpoint.folders import Saved
+from paceline.checkpoint.holdings import Holding, share_out
+from paceline.checkpoint.manifest import FileEntry, GroupEntry, Manifest, OptimizerEntry, Stretch, TensorEntry, Value
 from paceline.checkpoint.names import Names
-from paceline.checkpoint.tensors import Spec, TensorFile
-from paceline.engine import Engine
+from paceline.checkpoint.regular_files import sync
+from paceline.checkpoint.tensors import TensorFile, TensorSpec
+from paceline.checkpoint.together import together
+from paceline.comm.protocol import Comm
+from paceline.core import consensus
+from paceline.core.engine import Engine
+from paceline.core.facts import Fact
+from paceline.core.shard import Owned
 from paceline.errors import CheckpointError, UsageError
-from paceline.parts import Comm
-from paceline.things import Things
-from paceline.words import tell
+from paceline.session.objects import Objects
+from paceline.telemetry.files import create
+
+T = TypeVar("T")
+_MOST = 10  # tensors that are named
 
 
 def save(
-    folder: Path, things: Things, engines: Sequence[Engine], comm: Comm, *, step: int, extra: Mapping[str, Any]
+    folder: Path,
+    objects: Objects,
+    engines: Sequence[Engine],
+    comm: Comm,
+    *,
+    step: int | None,
+    extra: Mapping[str, Any],
+    keep: int | None = None,
 ) -> Path:
-    """A checkpoint of `things` in a folder of its own, `step-000123`. Every worker calls it.
+    """Save a checkpoint in a folder of its own, `step-000123`, and give its path. Every worker calls it.
 
-    engines: of the optimizers, in their order; none for what is not prepared.
+    engines: those of the optimizers, in their order; none for optimizers that are not prepared.
+    step: its number. None: how many steps the first engine has made.
+    extra: what `plain` has given. keep: how many checkpoints of this run stay.
     """
     for engine in engines:
-        check_between_steps(engine, "save")
-    run = Run(things, engines, comm.rank)
-    draft = _begin(folder, step, comm)
-    try:
-        said = _all_well(tell(comm, run.write(draft, comm.rank, comm.world)), draft)
-        done = {}
-        if comm.rank == 0:
-            done = _attempt(lambda: _commit(folder, draft, run.manifest(said, step, comm.world, extra)))
-        [final, *_] = _all_well(tell(comm, done), draft)
-    except BaseException:
-        if comm.rank == 0:
-            shutil.rmtree(draft, ignore_errors=True)
-        raise
-    return folder / str(final["name"])
+        engine.check_between_steps("paceline.save")
+    if step is None:
+        step = engines[0].ex.step
+    mine = Holdings(objects, engines, comm.rank)
+    in_folder: list[Saved] = []  # on worker 0, the new one last
+    with _draft(folder, step, comm) as draft:
+        written = _together(comm, folder, lambda: mine.write(draft, comm.rank, comm.world_size))
 
+        def commit() -> str:
+            if comm.rank:
+                return ""
+            book = mine.manifest(written, drafts.run_of(draft), step, comm.world_size, extra)
+            in_folder.extend(_commit(folder, draft, book))
+            return in_folder[-1].path.name
 
-def check_between_steps(engine: Engine, what: str) -> None:
-    """Half a step is not saved, and not loaded into."""
-    if not engine.idle:
-        engine.settle()
-    if engine.exchanged or engine.window.several or engine.window.micro:
-        raise UsageError(
-            f"paceline.{what} was called in the middle of a step",
-            why="gradients have been added up or exchanged, and no checkpoint holds gradients",
-            do="call it after optimizer.step(); with accumulate=N, if paceline.stepping(optimizer) was true before",
-        )
+        path = folder / _together(comm, folder, commit)[0]
+    if comm.rank == 0:
+        _warn(in_folder[-1])
+        folders.tidy(folder, in_folder, keep)
+    return path
 
 
 class NotWrittenError(CheckpointError):
-    """A disk did not take it. What was saved before is as it was, and training can go on."""
+    """A checkpoint could not be written. Those saved before are as they were, and training can go on."""
 
 
-class Run:
-    """What of a run this worker writes."""
+class Holdings:
+    """What this worker writes of a run."""
 
-    def __init__(self, things: Things, engines: Sequence[Engine], rank: int) -> None:
-        self.things, self.engines = things, engines
-        self.names, owned = Names(things.models), Owned(engines)
-        self.apart = any(not e.idle and consensus.AGREE not in e.method.sync.facts() for e in engines)
+    def __init__(self, objects: Objects, engines: Sequence[Engine], rank: int) -> None:
+        self.objects, self.engines = objects, engines
+        self.names, owned = Names(objects.models), Owned(engines)
+        self.groups = [self._groups(opt) for opt in objects.optimizers]
+        self.apart = any(not e.idle and Fact.REPLICAS_AGREE not in e.method.sync.facts() for e in engines)
         self.model = list(holdings.model(self.names, owned))
         memories: list[Holding] = []
         self.values: dict[str, Value] = {}
-        for i, opt in enumerate(things.optimizers):
-            self._check_known(opt)
+        for i, opt in enumerate(objects.optimizers):
             some, values = holdings.optimizer(i, opt, self.names, owned)
             memories += some
             self.values |= values
@@ -89,86 +101,110 @@ class Run:
             some, values = holdings.parts(i, engine)
             mine += some
             own |= values
-        if self.apart:  # each trains weights of its own
+        if self.apart:  # each worker trains weights of its own
             mine += self.model + memories
             own, memories, self.values = own | self.values, [], {}
         prefix = names.own(rank)
         self.values |= {prefix + key: value for key, value in own.items()}
         self.rest = memories + holdings.prefixed(prefix, mine)
 
-    def _check_known(self, opt: Optimizer) -> None:
+    def _groups(self, opt: Optimizer) -> OptimizerEntry:
         if any(id(p) not in self.names.of for group in opt.param_groups for p in group["params"]):
             raise UsageError(
                 "the optimizer holds a parameter that is in none of the models given",
                 do="give paceline.save and paceline.load every model the optimizer updates",
             )
+        groups = [
+            GroupEntry(
+                params=[self.names.of[id(p)] for p in group["params"]],
+                settings={key: _setting(key, value) for key, value in group.items() if key != "params"},
+            )
+            for group in opt.param_groups
+        ]
+        return OptimizerEntry(kind=type(opt).__name__, groups=groups)
 
-    def write(self, draft: Path, rank: int, world: int) -> dict[str, Any]:
-        """This worker's two files, and what the manifest is to say of them. Nobody fails where others wait."""
+    def write(self, draft: Path, rank: int, world_size: int) -> dict[str, Any]:
+        """Write this worker's two files, and give what the manifest is to say of them."""
         with contextlib.ExitStack() as stack:
             for engine in self.engines:
-                stack.enter_context(consensus.agreed(engine))
-            model = _attempt(lambda: _write(draft, f"model-{rank:05d}", share_out(self.model, rank, world)))
-        rest = _attempt(lambda: _write(draft, f"state-{rank:05d}", share_out(self.rest, rank, world)))
-        wrong = {"error": (model | rest)["error"]} if "error" in model | rest else {}
-        return {"files": [model, rest], "values": self.values} | wrong
+                stack.enter_context(consensus.consensus_weights(engine))
+            model = _write(draft, f"model-{rank:05d}", share_out(self.model, rank, world_size))
+        rest = _write(draft, f"state-{rank:05d}", share_out(self.rest, rank, world_size))
+        return {"files": [model, rest], "values": self.values}
 
-    def manifest(self, said: Sequence[Any], step: int, world: int, extra: Mapping[str, Any]) -> Manifest:
-        tensors: dict[str, Entry] = {}
+    def manifest(
+        self, written: Sequence[Any], run: str, step: int, world_size: int, extra: Mapping[str, Any]
+    ) -> Manifest:
+        """Make the manifest. written: what `write` has given on each worker."""
+        tensors: dict[str, TensorEntry] = {}
         values: dict[str, Value] = {}
-        written = [file for words in said for file in words["files"]]
-        for words in said:
-            values |= words["values"]
-        for number, file in enumerate(written):
+        files = [file for one in written for file in one["files"]]
+        for one in written:
+            values |= one["values"]
+        for number, file in enumerate(files):
             for key, dtype, shape, strides, start, stop in file["tensors"]:
                 laid = tuple(strides) if strides else None
-                entry = tensors.setdefault(key, Entry(dtype=dtype, shape=tuple(shape), strides=laid, pieces=[]))
-                entry.pieces.append(Stretch(number, start, stop))
+                entry = tensors.setdefault(
+                    key, TensorEntry(dtype=dtype, shape=tuple(shape), strides=laid, stretches=[])
+                )
+                entry.stretches.append(Stretch(number, start, stop))
         for entry in tensors.values():
-            entry.pieces.sort(key=lambda piece: piece.start)
+            entry.stretches.sort(key=lambda stretch: stretch.start)
         place = {names.MODEL + name: i for i, name in enumerate(self.names.tensors)}
         return Manifest(
             format="paceline checkpoint",
             version=manifest.VERSION,
+            run=run,
             serial=0,
             step=step,
-            world=world,
+            made=[engine.ex.step for engine in self.engines],
+            world_size=world_size,
             method=[engine.method.config() for engine in self.engines],
-            paceline=paceline.__version__,
+            paceline=__version__,
             torch=str(torch.__version__),
-            files=[File(*file["file"]) for file in written],
+            not_finite=self._not_finite(files, values),
+            files=[FileEntry(*file["file"]) for file in files],
             tensors=dict(sorted(tensors.items(), key=lambda one: (place.get(one[0], len(place)), one[0]))),
             values=values,
             ties=self.names.ties,
-            optimizers=[_groups(opt, self.names) for opt in self.things.optimizers],
+            optimizers=self.groups,
             extra=dict(extra),
         )
 
+    def _not_finite(self, files: Sequence[Any], values: Mapping[str, Value]) -> list[str]:
+        """Give the keys of what spoils a checkpoint, ten at most."""
+        found = [key for file in files for key in file["not_finite"]]
+        found += [key for key, value in values.items() if _is_nan(value)]
+        settings = [
+            (opt.kind, key, value) for opt in self.groups for g in opt.groups for key, value in g.settings.items()
+        ]
+        found += [f"{kind}'s {key}" for kind, key, value in settings if _is_nan(value)]
+        return list(dict.fromkeys(found))[:_MOST]
+
+
+def _is_nan(value: Any) -> bool:
+    """Say whether a value as `holdings.single` gives it is a NaN."""
+    return len(value) == 2 and value[0] != "" and value[1] == "nan"
+
 
 def _write(draft: Path, name: str, some: Sequence[Holding]) -> dict[str, Any]:
-    specs = [Spec(h.key, h.entry.real, (h.stop - h.start,)) for h in some]
+    specs = [TensorSpec(h.key, h.entry.real, (h.stop - h.start,)) for h in some]
+    spoilt: list[str] = []
     with TensorFile(draft / f"{name}.safetensors", specs) as file, torch.no_grad():
         for h in some:
-            file.put(h.get())
+            x = h.get()
+            if len(spoilt) < _MOST and h.spoilt(x):
+                spoilt.append(h.key)
+            file.put(x)
     return {
+        "not_finite": spoilt,
         "file": [file.path.name, file.nbytes, file.sha256()],
         "tensors": [[h.key, h.entry.dtype, h.entry.shape, h.entry.strides, h.start, h.stop] for h in some],
     }
 
 
-def _groups(opt: Optimizer, known: Names) -> OptimizerEntry:
-    groups = [
-        Group(
-            params=[known.of[id(p)] for p in group["params"]],
-            settings={key: _setting(key, value) for key, value in group.items() if key != "params"},
-        )
-        for group in opt.param_groups
-    ]
-    return OptimizerEntry(kind=type(opt).__name__, groups=groups)
-
-
 def _setting(key: str, value: Any) -> Any:
-    """Of a group: numbers, words, and lists of them."""
+    """Give a setting of a parameter group as JSON: a number, a word, or a list of them."""
     if isinstance(value, (list, tuple)):
         return [_setting(key, one) for one in value]
     return holdings.single(f"the optimizer's {key!r}", value)
@@ -177,72 +213,87 @@ def _setting(key: str, value: Any) -> Any:
 # ------------------------------------------------------------------------------------------------------ the folder
 
 
-def check_extra(extra: Any, where: str = "extra") -> None:
-    """What JSON can say, and say back."""
-    plain = isinstance(extra, (str, int, type(None))) or (isinstance(extra, float) and math.isfinite(extra))
-    if isinstance(extra, dict) and all(isinstance(key, str) for key in extra):
-        for key, value in extra.items():
-            check_extra(value, f"{where}[{key!r}]")
-    elif isinstance(extra, (list, tuple)) and where != "extra":
-        for i, value in enumerate(extra):
-            check_extra(value, f"{where}[{i}]")
-    elif where == "extra" or not plain:
-        raise UsageError(
-            f"{where} cannot be saved: it is {repr(extra)[:80]}",
-            why="extra is a dictionary and becomes JSON: words, finite numbers, lists, dictionaries with words as keys",
-            do="of a scheduler or a loader give its state_dict()",
-        )
+def _together(comm: Comm, folder: Path, do: Callable[[], T]) -> list[T]:
+    """Do this on each worker. A disk that fails one of them is heard of by all."""
 
-
-def _attempt(do: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What comes of it, or why nothing does: for everybody to hear."""
-    try:
-        return do()
-    except OSError as error:
-        return {"error": f"{error.strerror or error}: {error.filename or ''}".removesuffix(": ")}
-
-
-def _all_well(said: list[Any], draft: Path) -> list[Any]:
-    for rank, words in enumerate(said):
-        if "error" in words:
+    def attempt() -> T:
+        try:
+            return do()
+        except OSError as error:
             raise NotWrittenError(
-                f"worker {rank} could not write its part of a checkpoint to {draft.parent}",
-                why=words["error"],
+                f"worker {comm.rank} could not write its part of a checkpoint to {folder}",
+                why=f"{error.strerror or error}: {error.filename or ''}".removesuffix(": "),
                 do="make room or choose another folder; checkpoints saved before are as they were",
-            )
-    return said
+            ) from error
+
+    return together(comm, attempt, NotWrittenError)
 
 
-def _begin(folder: Path, step: int, comm: Comm) -> Path:
-    """An empty folder that no reader takes for a checkpoint, made by worker 0 and seen by all."""
-    name = f"{folders.DRAFT}{step}-{secrets.token_hex(4)}"
+@contextlib.contextmanager
+def _draft(folder: Path, step: int, comm: Comm) -> Iterator[Path]:
+    """Give all workers a folder that no reader takes for a checkpoint. Worker 0 makes it, and all must see it."""
+    draft: Draft | None = None
 
-    def make() -> dict[str, Any]:
+    def make() -> str:
+        nonlocal draft
+        if comm.rank:
+            return ""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).mkdir()
-        return {"name": name}
+        drafts.clear(folder, folders.run_in(folder))  # before the disk is written to, which they may have filled
+        draft = Draft(folder, folders.run_in(folder), step)
+        return draft.path.name
 
-    [first, *_] = _all_well(tell(comm, _attempt(make) if comm.rank == 0 else {}), folder / name)
-    draft = folder / str(first["name"])
-    here = _attempt(lambda: {"seen": draft.stat().st_ino})
-    _all_well(tell(comm, here), draft)
-    return draft
+    try:
+        path = folder / _together(comm, folder, make)[0]
+        _together(comm, folder, lambda: path.stat().st_mode)
+        folders.run_in(folder, drafts.run_of(path))
+        yield path
+    except BaseException:
+        if draft is not None:
+            drafts.remove_files(draft.path)
+        raise
+    finally:
+        if draft is not None:
+            draft.close()
 
 
-def _commit(folder: Path, draft: Path, book: Manifest) -> dict[str, Any]:
-    """The manifest last, then the name: from here on it is a checkpoint."""
-    others = folders.known(folder)[0]
-    book.serial = max((other.serial for _, other in others), default=0) + 1
-    with (draft / manifest.NAME).open("xb") as file:
-        file.write(book.encode())
+def _commit(folder: Path, draft: Path, book: Manifest) -> list[Saved]:
+    """Write the manifest, then rename the folder: from then on it is a checkpoint.
+
+    Gives the checkpoints that are in the folder now, this one last.
+    """
+    before, _ = folders.known(folder)
+    book.serial = min(max((other.manifest.serial for other in before), default=0) + 1, manifest.MOST)
+    text = book.encode()
+    if len(text) > manifest.MOST_BYTES:
+        raise OSError(errno.EFBIG, f"the manifest would have {len(text)} bytes, too many to be read again")
+    with create(draft / manifest.NAME) as file:
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    folders.sync(draft)
+    sync(draft)
     name = f"step-{book.step:06d}"
-    final = next(path for k in range(len(others) + 2) if not (path := folder / (f"{name}-{k}" if k else name)).exists())
-    draft.rename(final)
-    folders.sync(folder)
-    for path, other in others:
-        if other.step == book.step:
-            folders.remove(path)
-    return {"name": final.name}
+    for k in itertools.count():
+        final = folder / (f"{name}-{k}" if k else name)
+        try:
+            if not os.path.lexists(final):
+                draft.rename(final)
+                break
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):  # another job was quicker
+                raise
+    sync(folder)
+    return [*before, Saved(final, book)]
+
+
+def _warn(saved: Saved) -> None:
+    """Say so where a checkpoint holds what training cannot go on from."""
+    if not saved.manifest.not_finite:
+        return
+    print(
+        f"paceline: {saved.path} is saved, but training should not go on from it\n"
+        f"  why: {folders.not_finite(saved.manifest)}\n"
+        f"  do:  stop, or go on from an earlier one: paceline.load of {saved.path.parent} takes the newest good one",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -1,4 +1,4 @@
-"""safetensors files, written tensor by tensor: what is in memory at a time is one of them.
+"""safetensors files, written tensor by tensor, so that only one tensor is in memory at a time.
 
 Eight bytes say how long the header is; the header, in JSON, says of every tensor its type, its shape and where its
 bytes are; then come the bytes, back to back.
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CheckpointError
+from paceline.telemetry.files import create
 
 CODES = {
     torch.float64: "F64",
@@ -38,8 +39,8 @@ CODES = {
 _ALIGN = 8
 
 
-class Spec(NamedTuple):
-    """What the header says of a tensor."""
+class TensorSpec(NamedTuple):
+    """What the header of a file says of a tensor."""
 
     name: str
     dtype: torch.dtype
@@ -53,18 +54,16 @@ class Spec(NamedTuple):
 class TensorFile:
     """A file being written. Its tensors are put one by one, in the order of `specs`."""
 
-    def __init__(self, path: Path, specs: Iterable[Spec], metadata: Mapping[str, str] | None = None) -> None:
+    def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> None:
         self.path = path
         self._left = list(specs)
         self._sha256, self.nbytes = hashlib.sha256(), 0
         self._hashing = ThreadPoolExecutor(1)  # while the same bytes are written
-        header = _header(self._left, metadata or {})
-        # Not one that is there already, and not what a link points to.
-        self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666), "wb")
-        self._write(len(header).to_bytes(8, "little") + header)
+        self._header = _header(self._left, metadata or {})
+        self._file = create(path)
 
     def put(self, x: Tensor) -> None:
-        """The next one's elements, in a tensor of any device."""
+        """Write the next tensor. Only its elements count: it may be on any device and in any shape."""
         spec = self._left.pop(0)
         assert (x.dtype, x.numel() * x.element_size()) == (spec.dtype, spec.nbytes), spec
         flat = x.detach().reshape(-1).cpu()
@@ -80,9 +79,15 @@ class TensorFile:
         self.nbytes += len(data)
 
     def sha256(self) -> str:
+        """Give the sha256 of what was written."""
         return self._sha256.hexdigest()
 
     def __enter__(self) -> TensorFile:
+        try:
+            self._write(len(self._header).to_bytes(8, "little") + self._header)
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -96,7 +101,7 @@ class TensorFile:
             self._file.close()
 
 
-def _header(specs: list[Spec], metadata: Mapping[str, str]) -> bytes:
+def _header(specs: list[TensorSpec], metadata: Mapping[str, str]) -> bytes:
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, dtype, shape in specs:
@@ -104,12 +109,7 @@ def _header(specs: list[Spec], metadata: Mapping[str, str]) -> bytes:
             raise CheckpointError(
                 f"{name} cannot be saved", why=f"safetensors has no type for {dtype}", do="convert it, or leave it out"
             )
-        start, end = end, end + Spec(name, dtype, shape).nbytes
+        start, end = end, end + TensorSpec(name, dtype, shape).nbytes
         header[name] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % _ALIGN)
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,13 +1,13 @@
-"""Adam and AdamW on the CPU, in one pass over memory: what a worker whose optimizer state is on the host steps with.
+"""Adam and AdamW on the CPU in one pass over memory, for workers whose optimizer state is on the host.
 
 m ← β1·m + (1 − β1)·g        v ← β2·v + (1 − β2)·g²        p ← p·(1 − lr·λ) − lr/(1 − β1^t) · m / (√(v/(1 − β2^t)) + ε)
 
 The weights p and the moments m, v are fp32; g may be the bf16 gradient that came from the device, and `out` gets the
-new weights in the type they go back in. That is 28 bytes a parameter, each moved once, by a loop that numba compiles
-(`one_pass.py`), with the bits of torch's fused Adam. Without numba torch's operations do the same to rounding, a piece
-that fits the cache at a time.
+new weights in the type in which they go back. That is 28 bytes a parameter, each moved once, by a loop that numba
+compiles (`one_pass.py`), with the same bits as torch's fused Adam. Without numba torch's operations give the same up to
+rounding, a chunk that fits the cache at a time.
 
-Both let go of Python's lock: several threads may step pieces of one vector at a time.
+Both release Python's global interpreter lock: several threads can step parts of one vector at the same time.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 
-CHUNK = 1 << 17  # elements: what torch's operations touch of them stays in the cache
-Stretch = Callable[[int, int], None]  # from where to where
+CHUNK = 1 << 17  # elements: few enough that all vectors of a chunk stay in the cache
+Stretch = Callable[[int, int], None]  # does its work on the elements from start to stop
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adam:
-    """The settings of one parameter group. decoupled: AdamW's weight decay, otherwise Adam's, as part of g."""
+    """The settings of one parameter group. decoupled: AdamW's weight decay; otherwise Adam's, which is added to g."""
 
     lr: float
     beta1: float
@@ -44,7 +44,7 @@ class Adam:
 
 
 class Rates(NamedTuple):
-    """What the inner loop multiplies with at step t."""
+    """The factors of the inner loop at step t."""
 
     scale: float  # of g; negative to maximize
     l2: float  # the weight decay that is part of g
@@ -59,7 +59,7 @@ class Rates(NamedTuple):
 
 
 def of(group: Mapping[str, Any], decoupled: bool) -> Adam | None:
-    """The settings in a param group of torch's Adam or AdamW; None where it asks for what is not done here."""
+    """The settings in a param group of torch's Adam or AdamW; None if it uses an option that is not supported here."""
     if group.get("amsgrad") or "betas" not in group:
         return None
     beta1, beta2 = group["betas"]
@@ -77,15 +77,18 @@ def of(group: Mapping[str, Any], decoupled: bool) -> Adam | None:
 def step(
     a: Adam, t: int, p: Tensor, m: Tensor, v: Tensor, g: Tensor, out: Tensor | None = None, *, scale: float = 1.0
 ) -> None:
-    """Step t, counted from 1, of p, m and v with the gradient scale·g. The new p also goes into `out`, rounded to
-    its type; it may be the very memory of g. The first call for a pair of types compiles; an empty one does only that.
+    """Step t, counted from 1, of p, m and v with the gradient scale·g.
+
+    The new p is also written into `out`, rounded to its type; `out` may be the same memory as g. The first call for a
+    pair of types compiles the loop; a call with empty vectors does nothing else.
     """
     stepping(a, t, p, m, v, g, out, scale=scale)(0, p.numel())
 
 
 def undo(a: Adam, t: int, p: Tensor, m: Tensor, v: Tensor, g: Tensor, *, scale: float = 1.0) -> None:
-    """p, m and v as they were before step t with this gradient, to rounding. Where g was not finite nothing brings
-    them back; where a β is 0 its moment becomes 0, which the next step does not look at.
+    """Restore p, m and v as they were before step t with this gradient, up to rounding.
+
+    Elements whose g was not finite cannot be restored. If a β is 0, its moment becomes 0, which the next step ignores.
     """
     undoing(a, t, p, m, v, g, scale=scale)(0, p.numel())
 
@@ -93,8 +96,9 @@ def undo(a: Adam, t: int, p: Tensor, m: Tensor, v: Tensor, g: Tensor, *, scale: 
 def stepping(
     a: Adam, t: int, p: Tensor, m: Tensor, v: Tensor, g: Tensor, out: Tensor | None = None, *, scale: float = 1.0
 ) -> Stretch:
-    """`step`, by stretches: for threads that share the vectors. What can be got ready is, so each holds Python's lock
-    for a moment only.
+    """`step` as a function of (start, stop), for threads that each step a part of the vectors.
+
+    All preparation is done here, so that each thread holds Python's lock only briefly.
     """
     _check(t, p=p, m=m, v=v, g=g, **({} if out is None else {"out": out}))
     c = _rates(a, t, scale)
@@ -108,7 +112,7 @@ def stepping(
 
 
 def undoing(a: Adam, t: int, p: Tensor, m: Tensor, v: Tensor, g: Tensor, *, scale: float = 1.0) -> Stretch:
-    """`undo`, by stretches."""
+    """`undo` as a function of (start, stop), for threads that each restore a part of the vectors."""
     _check(t, p=p, m=m, v=v, g=g)
     c = _rates(a, t, scale)
     if (loops := _compiled()) is None:
@@ -117,7 +121,7 @@ def undoing(a: Adam, t: int, p: Tensor, m: Tensor, v: Tensor, g: Tensor, *, scal
 
 
 def rounding(p: Tensor, out: Tensor) -> Stretch:
-    """p into out, rounded to its type, by stretches."""
+    """A function of (start, stop) that copies that part of p into out, rounded to the type of out."""
     loops = _compiled()
     if loops is None or p.dtype is not torch.float32 or out.dtype not in _DTYPES:
         return lambda start, stop: _round(p[start:stop], out[start:stop])
@@ -131,7 +135,7 @@ def _by_stretches(loop: Callable[..., None], vectors: Iterable[Any], c: Rates) -
 
 
 def compiled() -> bool:
-    """Whether numba is there, and so one pass is one pass."""
+    """Whether numba is installed, so that a step really is one pass over memory."""
     return _compiled() is not None
 
 
@@ -158,7 +162,7 @@ def _check(t: int, **tensors: Tensor) -> None:
 
 
 def _rates(a: Adam, t: int, scale: float) -> Rates:
-    """In float64, as torch has it."""
+    """The factors of step t, computed in float64 as torch does."""
     return Rates(
         scale=-scale if a.maximize else scale,
         l2=0.0 if a.decoupled else a.weight_decay,
@@ -178,7 +182,7 @@ def _single(c: Rates, loops: Any) -> Any:
 
 
 def _array(x: Tensor) -> Any:
-    """The same memory for numba. [Note: bits] in one_pass.py says how it knows bf16 from fp16."""
+    """The same memory as a numpy array for numba. [Note: bits] in one_pass.py says how it tells bf16 from fp16."""
     x = x.detach()
     if x.dtype is torch.float32:
         return x.numpy()
@@ -189,8 +193,8 @@ def _array(x: Tensor) -> Any:
 
 
 def _step(p: Tensor, m: Tensor, v: Tensor, g: Tensor, out: Tensor, c: Rates) -> None:
-    pieces = [x.detach().split(CHUNK) for x in (p, m, v, g, out)]
-    for p, m, v, g, out in zip(*pieces, strict=True):
+    chunks = [x.detach().split(CHUNK) for x in (p, m, v, g, out)]
+    for p, m, v, g, out in zip(*chunks, strict=True):
         x = _gradient(c, p, g)
         m.lerp_(x, c.rest1)
         v.mul_(c.beta2).addcmul_(x, x, value=c.rest2)
@@ -199,8 +203,8 @@ def _step(p: Tensor, m: Tensor, v: Tensor, g: Tensor, out: Tensor, c: Rates) -> 
 
 
 def _undo(p: Tensor, m: Tensor, v: Tensor, g: Tensor, c: Rates) -> None:
-    pieces = [x.detach().split(CHUNK) for x in (p, m, v, g)]
-    for p, m, v, g in zip(*pieces, strict=True):
+    chunks = [x.detach().split(CHUNK) for x in (p, m, v, g)]
+    for p, m, v, g in zip(*chunks, strict=True):
         p.sub_(_change(c, m, v)).div_(c.keep)
         x = _gradient(c, p, g)
         _ = m.sub_(x, alpha=c.rest1).div_(c.beta1) if c.beta1 else m.zero_()
@@ -212,7 +216,7 @@ def _round(p: Tensor, out: Tensor) -> None:
 
 
 def _change(c: Rates, m: Tensor, v: Tensor) -> Tensor:
-    """What a step adds to p."""
+    """The change that a step adds to p, after weight decay."""
     return m.mul(c.size).div_(v.sqrt().div_(c.root).add_(c.eps))
 
 

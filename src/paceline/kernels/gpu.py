@@ -1,21 +1,21 @@
-"""The kernels in Triton, for CUDA tensors: what blocks.py, minmax.py and largest.py say, in one pass over memory.
+"""The kernels in Triton, for CUDA tensors: what blocks.py, minmax.py and largest.py do, in one pass over memory.
 
 Nothing here waits for the device, and everything runs on the current stream.
 
-[Note: words] What a message holds is 4-byte aligned and no better, so its codes are read and written as 32-bit words:
-the same byte of four neighbours. A tile of a block code is [k, B · C]: the k values that share a byte, and C bytes of
-each of B blocks. Threads run along the second axis by fours, so one has all 4 · k values of a word: it loads four at
-a time and packs without asking another. B and C are one axis when memory is touched, because it is the order of axes
-by which the compiler deals values out to threads.
+[Note: words] A message is only 4-byte aligned, so its codes are read and written as 32-bit words: the bytes of four
+neighbours. A tile of a block code is [k, B · C]: the k values that share a byte, and C bytes of each of B blocks. Each
+thread has four consecutive columns, and so all 4 · k values of a word: it loads four values at a time and packs them
+without exchanging values with other threads. B and C are one axis when memory is accessed, because the compiler
+distributes values over threads by the order of axes.
 
-[Note: magic] Added to a float, 1.5 · 2^23 leaves no room for a fraction: the last bits of the sum are the nearest
-whole number, ties to even. The other way round, bits put under the exponent of 2^23 are a whole number, and under that
-of 2^7 (0x43) sixteen of them are a fraction. A tenth of what conversions cost, and the same result.
+[Note: magic] Adding 1.5 · 2^23 to a float leaves no bits for a fraction: the last bits of the sum are the nearest whole
+number, ties to even. Conversely, bits placed in the mantissa of 2^23 are a whole number, and sixteen bits placed in
+that of 2^7 (0x43) are a fraction. This costs a tenth of the conversion instructions and gives the same result.
 
-[Note: equal] Products and sums are fused only where it says fma, and quotients are rounded right, so codes are those of
-the plain formulation bit for bit wherever the norms are: for max always. Sums over a block (l2, mean) come in another
-order, so those norms may differ in their last bits, and with them, rarely, a code by one level. What is added differs
-in its last bit where the CPU's addcmul does not fuse.
+[Note: equal] Products and sums are fused only in explicit calls of fma, and quotients are correctly rounded. So the
+codes equal those of the plain formulation bit for bit wherever the norms do, which for max is always. Sums over a block
+(l2, mean) are made in another order, so those norms may differ in their last bits, and with them, rarely, a code by one
+level. The decoded sums differ in the last bit if the CPU's addcmul does not fuse.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels import blocks, minmax
-from paceline.kernels.code import Code
+from paceline.kernels.code import BlockCode
 from paceline.kernels.largest import FEW, threshold
 
 
 class Tile(NamedTuple):
-    """How much a program does: what there is to tune."""
+    """The work of one Triton program: the sizes that can be tuned."""
 
-    values: int  # of x, a power of two; a block longer than this is a tile of its own ...
-    most: int  # ... up to this length, and comes in pieces beyond it
-    each: int  # values a thread
+    values: int  # in a tile, a power of two; a longer block is a tile of its own
+    most: int  # a block longer than this is processed in pieces of this length
+    each: int  # values for each thread
 
     def shape(self, d: int, k: int) -> tuple[int, int, int]:
-        """Blocks in a tile, values of a block in it, warps."""
+        """The number of blocks in a tile, the number of values of each block in it, and the number of warps."""
         rows, width = max(1, self.values // d), min(d, self.most)
         return rows, width, self.warps(rows * width, 4 * k)
 
@@ -51,8 +51,8 @@ class Tile(NamedTuple):
 
 ENCODE = Tile(4096, 8192, 32)
 ADD = Tile(4096, 4096, 32)
-BYTES = Tile(4096, 4096, 16)  # of min-max codes
-SPAN = Tile(16384, 16384, 64)  # ... and their smallest and largest values
+BYTES = Tile(4096, 4096, 16)  # min-max codes
+SPAN = Tile(16384, 16384, 64)  # the smallest and largest values of min-max codes
 SELECT = Tile(4096, 4096, 32)
 
 LEAST, MOST = tl.constexpr(blocks.LEAST), tl.constexpr(blocks.MOST)
@@ -61,12 +61,12 @@ MAGIC, MAGIC_BITS = tl.constexpr(12582912.0), tl.constexpr(0x4B400000)
 
 
 def kernel(fn: Callable[..., Any]) -> Any:
-    """One binary for every key and world, and no guess at how messages are aligned. [Note: words]"""
+    """Compile a kernel, one binary for all keys and world sizes, assuming no alignment of messages: [Note: words]."""
     return triton.jit(fn, do_not_specialize=("key", "count", "stride", "W"))
 
 
-def encode_blocks(x: Tensor, code: Code, key: int) -> Tensor:
-    """As blocks.encode. [Note: equal]"""
+def encode_blocks(x: Tensor, code: BlockCode, key: int) -> Tensor:
+    """The same as blocks.encode, up to [Note: equal]."""
     x = x.float() if x.dtype == torch.float64 else x
     n, count = x.numel(), code.blocks(x.numel())
     words = torch.empty(code.bytes(n) // 4, dtype=torch.int32, device=x.device)
@@ -77,8 +77,8 @@ def encode_blocks(x: Tensor, code: Code, key: int) -> Tensor:
     return words.view(torch.uint8)
 
 
-def add_blocks(into: Tensor, coded: Tensor, code: Code, *, factor: float, keep: bool) -> None:
-    """As blocks.accumulate: into = (into if keep) + factor · the sum of what the rows of `coded` say."""
+def add_blocks(into: Tensor, coded: Tensor, code: BlockCode, *, factor: float, keep: bool) -> None:
+    """The same as blocks.accumulate: into = (into if keep else 0) + factor · the sum of the decoded rows."""
     n, count = into.numel(), code.blocks(into.numel())
     rows, width, warps = ADD.shape(code.d, 8 // code.bits)
     words = coded.view(torch.int32)
@@ -87,10 +87,10 @@ def add_blocks(into: Tensor, coded: Tensor, code: Code, *, factor: float, keep: 
 
 
 def encode_bytes(rows: Tensor) -> Tensor:
-    """As minmax.encode, bit for bit."""
+    """The same as minmax.encode, bit for bit."""
     rows = rows.float() if rows.dtype == torch.float64 else rows
     W, n = rows.shape
-    if n % 4:  # rows that are not whole words; a bucket's slices are
+    if n % 4:  # the kernels need rows of whole words, which a bucket's shards are
         return minmax.encode(rows)
     rows = rows.contiguous()
     tiles = triton.cdiv(n, SPAN.values)
@@ -104,7 +104,7 @@ def encode_bytes(rows: Tensor) -> Tensor:
 
 
 def add_bytes(into: Tensor, coded: Tensor, *, factor: float, keep: bool) -> None:
-    """As minmax.accumulate: into = (into if keep) + factor · the sum of what the rows of `coded` say."""
+    """The same as minmax.accumulate: into = (into if keep else 0) + factor · the sum of the decoded rows."""
     n = into.numel()
     if n % 4:
         minmax.accumulate(into, coded, factor=factor, keep=keep)
@@ -115,17 +115,17 @@ def add_bytes(into: Tensor, coded: Tensor, *, factor: float, keep: bool) -> None
 
 
 def largest(x: Tensor, k: int) -> Tensor:
-    """As largest.sampled, and in its order."""
+    """The same indices as largest.sampled, in the same order."""
     if x.numel() <= FEW or 8 * k > x.numel():
         return x.abs().topk(k, sorted=False).indices
     return above(x, threshold(x, k, spare=-1.0), k)
 
 
 def above(x: Tensor, tau: Tensor, k: int) -> Tensor:
-    """The places of the first k entries above tau, and behind them of as many of the first others as lack.
+    """The indices of the first k entries above tau; if there are fewer, the first of the other entries follow.
 
-    Where each goes is counted, not raced for: one pass makes a bit of each entry and counts them tile by tile, the
-    sums of the counts say where each tile's entries begin, and a pass over the bits writes them there.
+    The order does not depend on timing: one pass makes a bit of each entry and counts them tile by tile, the running
+    sums of the counts say where each tile's entries begin, and a pass over the bits writes the indices there.
     """
     n = x.numel()
     tiles = triton.cdiv(n, SELECT.values)
@@ -161,7 +161,7 @@ def _encode(
     B: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """B blocks: where all are whole nothing is masked, so loads are wide whatever n is."""
+    """Encode B blocks. If all are whole nothing is masked, so that loads are wide whatever n is."""
     first = tl.program_id(0).to(tl.int64) * B
     left = n - first * D
     x += first * D
@@ -189,11 +189,11 @@ def _encode_tile(
     B: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The first piece of a block stays in registers; the others, where there are any, are read once more."""
+    """Encode B blocks. The first piece of a block stays in registers; the others, if any, are read twice."""
     PIECES: tl.constexpr = D // WIDTH
     v = _values(x, left, 0, ALL, BITS, D, B, WIDTH)
     if NORM == "mean":
-        norm = _sums(tl.abs(v) * (1.0 / D))  # the sum may not fit where the mean does
+        norm = _sums(tl.abs(v) * (1.0 / D))  # divide before adding: the sum may overflow
         for piece in range(1, PIECES):
             norm += _sums(tl.abs(_values(x, left, piece, ALL, BITS, D, B, WIDTH)) * (1.0 / D))
     else:
@@ -220,7 +220,7 @@ def _encode_tile(
 
 @kernel
 def _places(piece, BITS: tl.constexpr, D: tl.constexpr, B: tl.constexpr, WIDTH: tl.constexpr):
-    """[k, B · C]: where in the program's blocks each value is. [Note: words]"""
+    """The offset of each value in the program's blocks, as [k, B · C]: [Note: words]."""
     K: tl.constexpr = 8 // BITS
     C: tl.constexpr = WIDTH // K
     q = tl.arange(0, B * C)
@@ -231,7 +231,7 @@ def _places(piece, BITS: tl.constexpr, D: tl.constexpr, B: tl.constexpr, WIDTH: 
 def _values(
     x, left, piece, ALL: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, B: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """[k, B, C] in fp32, zeros beyond the end."""
+    """The values of one piece as [k, B, C] in fp32, with zeros beyond the end of x."""
     at = _places(piece, BITS, D, B, WIDTH)
     v = tl.load(x + at) if ALL else tl.load(x + at, mask=at < left, other=0.0)
     return tl.reshape(v.to(tl.float32), (8 // BITS, B, WIDTH * BITS // 8))
@@ -239,7 +239,7 @@ def _values(
 
 @kernel
 def _sums(v):
-    return tl.sum(tl.sum(v, axis=0), axis=1)  # a thread's own first
+    return tl.sum(tl.sum(v, axis=0), axis=1)  # first the axis that lies within one thread
 
 
 @kernel
@@ -276,7 +276,7 @@ def _pack(
     if LEVELS == "sign":
         c = (even >= 0).to(tl.int32) | ((odd >= 0).to(tl.int32) << 8)
     else:
-        # A pair of neighbours has one throw. [Note: dice] in blocks.py
+        # One hash for each pair of neighbours: [Note: dice] in blocks.py.
         part, block, column = tl.arange(0, K)[:, None, None], tl.arange(0, B)[None, :, None], tl.arange(0, C // 2)
         pair = part * (D // K // 2) + block * (D // 2) + (piece * (C // 2) + column)[None, None, :]
         h = (pair + (first * (D // 2)).to(tl.int32)) * STRIDE + key
@@ -287,7 +287,7 @@ def _pack(
         if LEVELS == "uniform":
             scale = _inverse(norm, B) * TOP
             c = _uniform(even, scale, h, TOP) + (_uniform(odd, scale, h >> 16, TOP) << 8)
-            # What _uniform adds to every code is taken off a whole word at once: modulo 2^32, as a signed number.
+            # The constant that _uniform adds to every code is subtracted from a whole word at once, modulo 2^32.
             ADDED: tl.constexpr = (MAGIC_BITS - TOP) * (0xFFFFFFFF // (2**BITS - 1))
             added = (ADDED + 0x80000000) % 0x100000000 - 0x80000000
         else:
@@ -303,7 +303,7 @@ def _pack(
 
 @kernel
 def _uniform(v, scale, h, TOP: tl.constexpr):
-    """round(v · scale + the low half of h, as a fraction), counted from -TOP; plus MAGIC_BITS - TOP. [Note: magic]"""
+    """The level round(v · scale + the low half of h as a fraction), -TOP to TOP, plus MAGIC_BITS: [Note: magic]."""
     dice = ((h & 0xFFFF) ^ 0x43008000).to(tl.float32, bitcast=True) - 128.5
     y = tl.clamp(v * scale + dice, -1.0 * TOP, 1.0 * TOP)
     return (y + MAGIC).to(tl.int32, bitcast=True)
@@ -311,8 +311,8 @@ def _uniform(v, scale, h, TOP: tl.constexpr):
 
 @kernel
 def _powers(v, scale, h, TOP: tl.constexpr):
-    """[Note: powers] in blocks.py."""
-    y = tl.abs(v) * scale * 2.0 ** (TOP - 1)  # from left to right: scale times the power may not fit
+    """The codes of v on levels that are powers of two: [Note: powers] in blocks.py."""
+    y = tl.abs(v) * scale * 2.0 ** (TOP - 1)  # evaluated from left to right: scale times the power may overflow
     y += tl.maximum(y, 1.0)
     level = (y.to(tl.int32, bitcast=True) + ((h << 16) >> 9) + ((1 << 22) - (127 << 23))) >> 23
     minus = v.to(tl.int32, bitcast=True) >> 31
@@ -370,8 +370,8 @@ def _add_tile(
     at = _places(piece, BITS, D, B, WIDTH)
     value_there = None if ALL else at < left
     if KEEP:
-        old = tl.load(into + at, mask=value_there)  # early: it takes as long as all the rest
-    # Words have all three axes from the start: so what comes of them lies in threads as `into` does.
+        old = tl.load(into + at, mask=value_there)  # first, because it takes as long as everything else
+    # Words have all three axes from the start, so that decoded values are distributed over threads as `into` is.
     word = tl.arange(0, B * C // 4)[None, :, None]
     block = word // (C // 4)
     word_at = block * (D * BITS // 32) + piece * (C // 4) + word % (C // 4)
@@ -392,7 +392,7 @@ def _add_tile(
 
 @kernel
 def _decode(c, LEVELS: tl.constexpr, BITS: tl.constexpr):
-    """Codes as multiples of the norm."""
+    """The decoded values, as multiples of the norm."""
     TOP: tl.constexpr = 2 ** (BITS - 1) - 1
     if LEVELS == "sign":
         g = tl.where(c != 0, 1.0, -1.0)
@@ -407,16 +407,16 @@ def _decode(c, LEVELS: tl.constexpr, BITS: tl.constexpr):
 
 @kernel
 def _whole(c, LESS: tl.constexpr):
-    """c - LESS as a float, for c from 0 to 2^22. [Note: magic]"""
+    """The float c - LESS for a whole number c from 0 to 2^22: [Note: magic]."""
     return (c | MAGIC_BITS).to(tl.float32, bitcast=True) - (MAGIC + LESS)
 
 
-# Bytes between a smallest and a largest value. n4 is a row's length in words.
+# Min-max codes: one byte for each value. n4 is a row's length in words.
 
 
 @kernel
 def _span(rows, spans, n4, tiles, TILE: tl.constexpr):
-    """A tile's smallest and largest value."""
+    """Write a tile's smallest and largest value."""
     tile, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     x = rows + (row * n4 + tile * (TILE // 4)) * 4
     at = tl.arange(0, TILE)
@@ -428,7 +428,7 @@ def _span(rows, spans, n4, tiles, TILE: tl.constexpr):
 
 @kernel
 def _head(spans, head, tiles, n4):
-    """A row's smallest value and the width of a level."""
+    """Write a row's smallest value and the width of a level."""
     row = tl.program_id(0).to(tl.int64)
     spans += row * 2 * tiles
     low, high = tl.full([1024], float("inf"), tl.float32), tl.full([1024], float("-inf"), tl.float32)
@@ -447,7 +447,7 @@ def _quantise(rows, head, words, n4, TILE: tl.constexpr):
     head += row * (n4 + 2)
     low = tl.load(head)
     scale = tl.div_rn(1.0, tl.load(head + 1))
-    scale = tl.where(scale < float("inf"), scale, 0.0)  # a flat row, or one too narrow to divide
+    scale = tl.where(scale < float("inf"), scale, 0.0)  # infinite if all values are equal, or nearly
     first = tile * (TILE // 4)
     word = tl.arange(0, TILE // 4)
     there = word < n4 - first
@@ -476,7 +476,7 @@ def _add_bytes(
     there = word < n4 - first
     at = into + first * 4 + (word * 4 + byte)
     if KEEP:
-        old = tl.load(at, mask=there)  # early: it takes as long as all the rest
+        old = tl.load(at, mask=there)  # first, because it takes as long as everything else
     low = tl.full((), 0.0, tl.float32)
     head = heads
     for _ in range(W):
@@ -501,7 +501,7 @@ def _add_bytes(
 
 @kernel
 def _over(x, tau, bits, counts, n, TILE: tl.constexpr):
-    """A bit for each entry above tau, in words of 32, and how many there are in the tile."""
+    """Write one bit for each entry, set if it is above tau, in words of 32, and the number of set bits in the tile."""
     tile = tl.program_id(0).to(tl.int64)
     left = n - tile * TILE
     x += tile * TILE
@@ -515,7 +515,7 @@ def _over(x, tau, bits, counts, n, TILE: tl.constexpr):
 
 @kernel
 def _gather(bits, counts, ends, places, n, k, tiles, TILE: tl.constexpr):
-    """Each entry above goes to the number of those before it, if that is below k; each other one behind them all."""
+    """Write the indices of set bits in order, and after them those of the other bits, up to k in all."""
     tile = tl.program_id(0).to(tl.int64)
     before = tl.load(ends + tile) - tl.load(counts + tile)
     total = tl.load(ends + (tiles - 1))
@@ -524,10 +524,10 @@ def _gather(bits, counts, ends, places, n, k, tiles, TILE: tl.constexpr):
     ones = w - ((w >> 1) & 0x55555555)
     ones = (ones & 0x33333333) + ((ones >> 2) & 0x33333333)
     ones = (((ones + (ones >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
-    start = tl.cumsum(ones, axis=0) - ones  # in the tile, and small numbers while that will do
+    start = tl.cumsum(ones, axis=0) - ones  # counted within the tile, so that 32 bits are enough
     room = tl.maximum(tl.minimum(k - before, TILE), 0).to(tl.int32)
     slot, rest = start, w
-    for _ in range(tl.max(ones, axis=0)):  # few: an entry at a time, the lowest of each word
+    for _ in range(tl.max(ones, axis=0)):  # the lowest set bit of each word at a time; there are few
         bit = rest & -rest
         i = ((bit.to(tl.float32).to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
         tl.store(places + before + slot, tile * TILE + (word * 32 + i), mask=(rest != 0) & (slot < room))

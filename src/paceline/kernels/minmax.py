@@ -1,4 +1,4 @@
-"""Bytes between a smallest and a largest value, in plain torch. [Note: chunks] in blocks.py holds here too."""
+"""One byte for each value, between the smallest and the largest, in plain torch. See [Note: chunks] in blocks.py."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ HEAD = 8  # bytes before the levels: the smallest value and the width of a level
 
 
 def encode(rows: Tensor) -> Tensor:
-    """Each row [n] as HEAD + n bytes: 256 levels evenly from its smallest value to its largest."""
+    """Encode each row [n] as HEAD + n bytes: 256 levels, evenly spaced from its smallest value to its largest."""
     out = torch.empty(len(rows), HEAD + rows.shape[1], dtype=torch.uint8, device=rows.device)
     v = torch.empty(_chunk(rows), device=rows.device)
     for row, coded in zip(rows, out, strict=True):
         low, high = (x.float() for x in row.aminmax())
-        width = high * (1 / 255) - low * (1 / 255)  # each by itself: their difference may not fit
+        width = high * (1 / 255) - low * (1 / 255)  # divide first: the difference may overflow
         coded[:HEAD].view(torch.float32).copy_(torch.stack([low, width]))
-        scale = (1 / width).nan_to_num_(posinf=0.0)  # a flat row, or one too narrow to divide
+        scale = (1 / width).nan_to_num_(posinf=0.0)  # infinite if all values are equal, or nearly
         for piece in _chunks(row):
             y = torch.sub(row[piece].float(), low, out=v[: piece.stop - piece.start])
             y.mul_(scale).round_().clamp_(0, 255)
@@ -29,7 +29,7 @@ def encode(rows: Tensor) -> Tensor:
 
 
 def accumulate(into: Tensor, coded: Tensor, *, factor: float, keep: bool) -> None:
-    """into = (into if keep) + factor · the sum of what the rows of `coded` say."""
+    """Set into = (into if keep else 0) + factor · the sum of the decoded rows of `coded`."""
     low, width = coded[:, :HEAD].view(torch.float32).mul(factor).unbind(1)
     total, scratch = (torch.empty(_chunk(into[None]), device=into.device) for _ in range(2))
     for piece in _chunks(into):

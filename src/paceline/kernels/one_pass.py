@@ -1,13 +1,13 @@
 """Adam's loop compiled by numba: every number is read once and written once, conversions included.
 
-[Note: bits] torch stores bf16 in arrays that numpy does not know. A bf16 array comes here as int16 and an fp16 array as
-uint16, so the type of an array says what its 16 bits mean, and the compiler makes one loop for each pair of types.
+[Note: bits] numpy has no bf16. A bf16 array comes here as int16 and an fp16 array as uint16, so the type of an array
+says what its 16 bits mean, and the compiler makes one loop for each pair of types.
 
-[Note: rounding] The operations and their order are those of torch's fused Adam, and `fma` rounds once where that does.
-So the bits are the same on a processor with such an instruction. No fastmath: NaN must stay NaN.
+[Note: rounding] The operations and their order are those of torch's fused Adam, and `fma` rounds once where torch does.
+So the bits are the same on a processor with an fma instruction. No fastmath: NaN must stay NaN.
 
-[Note: cache] Compiled loops are kept in __pycache__ beside this file, where that cannot be written in numba's folder
-in the user's home (or NUMBA_CACHE_DIR), and where there is neither, nowhere: each process then compiles anew.
+[Note: cache] Compiled loops are kept in __pycache__ beside this file. If that is not writable they are kept in numba's
+folder in the user's home (or NUMBA_CACHE_DIR); if that is not writable either, each process compiles them anew.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _QUIET_NAN = 0x7FC0  # as bf16
 
 
 class Single(NamedTuple):
-    """`adam.Rates` in fp32. Written down twice: what was compiled is thrown away when this file changes, no other."""
+    """The fields of `adam.Rates` in fp32.
+
+    They are repeated here because numba recompiles cached loops only when this very file changes.
+    """
 
     scale: np.float32
     l2: np.float32
@@ -42,7 +45,7 @@ class Single(NamedTuple):
 
 @intrinsic
 def wide(typing: Any, x: Any) -> Any:
-    """fp32, bf16 or fp16 as fp32."""
+    """Convert fp32, bf16 or fp16 to fp32."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         (bits,) = values
@@ -57,7 +60,7 @@ def wide(typing: Any, x: Any) -> Any:
 
 @intrinsic
 def narrow(typing: Any, x: Any, like: Any) -> Any:
-    """fp32 as what `like` is, rounded to the nearest and ties to even."""
+    """Convert fp32 to the type of `like`, rounded to the nearest, ties to even."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         if like == types.int16:
@@ -70,7 +73,7 @@ def narrow(typing: Any, x: Any, like: Any) -> Any:
 
 
 def _bf16(builder: Any, x: Any) -> Any:
-    # Not the processor's own conversion: that one takes tiny numbers for zero.
+    # Not the processor's own conversion, which turns subnormal numbers into zero.
     bits = builder.bitcast(x, _I32)
     odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
     rounded = builder.lshr(builder.add(bits, builder.add(odd, _I32(0x7FFF))), _I32(16))
@@ -79,7 +82,7 @@ def _bf16(builder: Any, x: Any) -> Any:
 
 @intrinsic
 def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
-    """a · b + c, rounded once where the processor can."""
+    """Compute a · b + c, rounded once if the processor can."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         kind = ir.FunctionType(_F32, [_F32] * 3)
@@ -89,11 +92,11 @@ def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def _compiled(loop: Any) -> Any:
-    # numpy's error model: a division by zero is an infinity, not a branch to an exception in every lane.
+    # numpy's error model: a division by zero gives infinity; Python's would branch to an exception for each element.
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     try:
         return numba.njit(loop, cache=True, **options)
-    except RuntimeError:  # there is no folder to keep it in
+    except RuntimeError:  # no folder for the cache is writable
         return numba.njit(loop, **options)
 
 
@@ -105,15 +108,15 @@ def _gradient(p, g, c):
 
 @_compiled
 def _change(m, v, c):
-    """What a step adds to p."""
+    """The change that a step adds to p, after weight decay."""
     return c.size * m / (math.sqrt(v) / c.root + c.eps)
 
 
 @_compiled
 def _stepped(p, m, v, g, c):
-    """p, m and v of one parameter after the step."""
+    """The new p, m and v of one element after the step."""
     x = _gradient(p, g, c)
-    # From the nearer of the two, so that β1 = 0 gives x itself.
+    # Interpolate from the nearer end, as torch's lerp does, so that β1 = 0 gives x itself.
     m = fma(c.rest1, x - m, m) if c.rest1 < 0.5 else fma(c.rest1 - 1, x - m, x)
     v = fma(c.rest2 * x, x, c.beta2 * v)
     return c.keep * p + _change(m, v, c), m, v
@@ -127,7 +130,10 @@ def step(p, m, v, g, c):
 
 @_compiled
 def step_over(p, m, v, g, c):
-    """... and the new p where g was. A loop of its own: two arrays in one place would have to go one by one."""
+    """Step, and overwrite g by the new p.
+
+    It is a loop of its own because the compiler does not vectorize over two arrays that may be the same memory.
+    """
     for i in range(p.size):
         p[i], m[i], v[i] = _stepped(p[i], m[i], v[i], g[i], c)
         g[i] = narrow(p[i], g[i])
@@ -135,7 +141,7 @@ def step_over(p, m, v, g, c):
 
 @_compiled
 def step_into(p, m, v, g, out, c):
-    """... and the new p into out, which is elsewhere."""
+    """Step, and write the new p into out, which must not overlap the other arrays."""
     for i in range(p.size):
         p[i], m[i], v[i] = _stepped(p[i], m[i], v[i], g[i], c)
         out[i] = narrow(p[i], out[i])

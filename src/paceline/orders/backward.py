@@ -1,4 +1,4 @@
-"""First full, first out."""
+"""Buckets are sent in the order in which backward fills them."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from paceline.parts import Event, Order
+from paceline.core.parts import Event, Order
 from paceline.registry import register
 
 if TYPE_CHECKING:
-    from paceline.bucket import Bucket
+    from paceline.core.bucket import Bucket
 
 
 @register
 @dataclass(kw_only=True)
 class Backward(Order):
-    """Buckets leave by index, which is the order backward fills them in; nobody overtakes.
+    """Buckets are sent by index, which is the order backward fills them in; no bucket overtakes another.
 
-    A bucket that is full early waits for those before it: the workers then send in one order even when their graphs
-    differ. What is still not full at the end of backward leaves as it is.
+    A bucket that is full early waits for those before it, so that all workers send in one order even when their graphs
+    differ. A bucket that is still not full at the end of backward is sent as it is.
     """
 
     name: ClassVar[str] = "backward"

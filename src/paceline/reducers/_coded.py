@@ -1,4 +1,4 @@
-"""What reducers share whose messages cannot be summed on the way."""
+"""The base of reducers whose messages cannot be summed on the way, and are all-gathered instead."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from paceline.comm.protocol import Comm
+from paceline.core.parts import Reduced, Reducer
 from paceline.errors import MethodError
-from paceline.kernels import Code, add_blocks, encode_blocks
-from paceline.parts import Comm, Reduced, Reducer
+from paceline.kernels import BlockCode, add_blocks, encode_blocks
 from paceline.reducers._memory import scratch
 
 if TYPE_CHECKING:
-    from paceline.bucket import Bucket
+    from paceline.core.bucket import Bucket
 
 
 @dataclass(kw_only=True)
 class Coded(Reducer):
-    """Everyone sends its vector to everyone, in a block code. The bytes grow with the world."""
+    """Each worker sends its vector in a block code to all others. The bytes grow with the number of workers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -30,24 +31,24 @@ class Coded(Reducer):
                 do=f"d={2 ** (d.bit_length() - 1)} or d={2 ** d.bit_length()}",
             )
 
-    def code(self) -> Code:
+    def code(self) -> BlockCode:
         raise NotImplementedError
 
     def key(self, b: Bucket, rank: int) -> int:
-        """Of the dice, where there are any."""
+        """The key of this message's random rounding; unused by codes that round to the nearest."""
         return 0
 
     async def mean(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
         code, mean, v = self.code(), scratch(self, b, x), x[: b.n]
-        everyone = await comm.gather(encode_blocks(v, code, self.key(b, comm.rank)))
-        add_blocks(mean[: b.n], everyone, code, factor=1 / comm.world, keep=False)
+        messages = await comm.all_gather(encode_blocks(v, code, self.key(b, comm.rank)))
+        add_blocks(mean[: b.n], messages, code, factor=1 / comm.world_size, keep=False)
         mean[b.n :] = 0.0
 
         def left() -> Tensor:
-            add_blocks(v, everyone[comm.rank :][:1], code, factor=-1.0, keep=True)
+            add_blocks(v, messages[comm.rank :][:1], code, factor=-1.0, keep=True)
             return x
 
         return Reduced(mean, left)
 
-    def sends(self, b: Bucket, world: int) -> int:
-        return (world - 1) * self.code().bytes(b.n)
+    def sends(self, b: Bucket, world_size: int) -> int:
+        return (world_size - 1) * self.code().bytes(b.n)

@@ -1,7 +1,7 @@
-"""Vectors to put a mean into, the same ones in every step.
+"""Scratch vectors for means, reused in every step.
 
-Memory fresh from the system costs a CPU more than a dozen passes over it. A GPU's allocator keeps what was freed: there
-each is made when it is needed.
+On a CPU, fresh memory from the system costs more than a dozen passes over it. A GPU's allocator keeps freed memory, so
+there each vector is allocated when it is needed.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from paceline.parts import Reducer
+from paceline.core.parts import Reducer
 
 if TYPE_CHECKING:
-    from paceline.bucket import Bucket
+    from paceline.core.bucket import Bucket
 
 
 def scratch(reducer: Reducer, b: Bucket, like: Tensor) -> Tensor:
-    """This reducer's vector for this bucket, with whatever is in it."""
+    """This reducer's scratch vector for this bucket, uninitialised."""
     if like.is_cuda:
         return torch.empty_like(like)
     known, key = vectors(reducer), (b.index, like.dtype)
@@ -28,12 +28,15 @@ def scratch(reducer: Reducer, b: Bucket, like: Tensor) -> Tensor:
 
 
 def lend(reducer: Reducer, b: Bucket, x: Tensor) -> None:
-    """From now on it is x, which its owner does not need any more: the mean is then made where the gradients were."""
+    """Use x as this bucket's scratch vector from now on, so that the mean is written where the gradients were.
+
+    The caller must not need the content of x any more.
+    """
     if not x.is_cuda:
         vectors(reducer)[b.index, x.dtype] = x
 
 
 def vectors(reducer: Reducer) -> dict[Any, Tensor]:
-    """All of them; a copy of the reducer that is made from now on has the same."""
+    """All scratch vectors of a reducer, shared with every copy of it that is made after this call."""
     known: dict[Any, Tensor] = vars(reducer).setdefault("_scratch", {})
     return known

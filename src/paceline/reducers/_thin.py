@@ -1,4 +1,4 @@
-"""Thin matrices, many at a time: a model has dozens, and what one costs is mostly the call. Nothing here overflows."""
+"""Operations on many thin matrices at a time, without overflow: for a single one most of the cost is the call."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def scaled(Qt: list[Tensor]) -> list[Tensor]:
-    """Each to a size at which M·Q is no larger than M."""
+    """Each Qᵀ scaled so that M·Q is no larger than M."""
     if not Qt:
         return []
     largest = torch._foreach_norm(Qt, math.inf)
     torch._foreach_clamp_min_(largest, _TINY)
-    Qt = list(torch._foreach_div(Qt, largest))  # one after the other: their product may be infinite
+    Qt = list(torch._foreach_div(Qt, largest))  # two divisions, because the product of the divisors may be infinite
     torch._foreach_div_(Qt, [float(qt.shape[1]) for qt in Qt])
     return Qt
 
 
 def orthonormal(Pt: list[Tensor]) -> list[Tensor]:
-    """By Householder's reflections, in fp32: also for columns that are zero or alike, which it completes to a basis.
-    So a matrix whose gradient was zero for a while comes back to life. Columns have length √n, not 1, so that PᵀM/n
-    is no larger than M. Neighbours of one shape are one call.
+    """Matrices P with orthogonal columns of length √n, by Householder reflections in fp32.
+
+    Columns that are zero or alike are completed to a basis, so a matrix whose gradient was zero for a while is
+    compressed normally again. The length is √n and not 1, so that PᵀM/n is no larger than M. Neighbours of one shape
+    are one call.
     """
     P: list[Tensor] = []
     for (_, n), alike in itertools.groupby(Pt, key=lambda pt: pt.shape):
@@ -36,4 +38,5 @@ def orthonormal(Pt: list[Tensor]) -> list[Tensor]:
 
 
 def over_n(P: list[Tensor]) -> list[Tensor]:
+    """Each P divided by its number of rows n."""
     return list(torch._foreach_div(P, [float(len(p)) for p in P])) if P else []

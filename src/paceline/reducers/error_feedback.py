@@ -1,4 +1,4 @@
-"""What was not sent now is sent later."""
+"""Error feedback: what a reducer did not send in this step is added to the gradient of the next."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from paceline.comm.protocol import Comm
+from paceline.core.facts import Fact
+from paceline.core.parts import Reduced, Reducer
 from paceline.knobs import knob
-from paceline.parts import KEEPS, Comm, Reduced, Reducer
 from paceline.reducers._memory import lend
 from paceline.reducers.topk import TopK
 from paceline.registry import register
 
 if TYPE_CHECKING:
-    from paceline.bucket import Bucket
+    from paceline.core.bucket import Bucket
 
 
 @register
@@ -23,19 +25,19 @@ if TYPE_CHECKING:
 class ErrorFeedback(Reducer):
     """Send C(g + e); keep e = (g + e) - what this worker really sent.
 
-    e is this worker's own, in true gradient units (a loss scale is taken out before), in fp32 whatever the gradients
-    are, and it is staged: a step that does not count leaves it as it was. Biased reducers need it. Unbiased ones should
-    not have it, unless asked: their noise is fed back and may grow.
+    Each worker has its own e, in true gradient units (a loss scale is taken out before) and in fp32 whatever the type
+    of the gradients. It is staged: a step that does not count leaves it unchanged. Biased reducers need error feedback.
+    Unbiased ones are refused, unless anyway=True: their noise is fed back and may grow.
     """
 
     name: ClassVar[str] = "error_feedback"
     paper: ClassVar[str] = "Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019"
     formula: ClassVar[str] = "as the reducer inside"
-    gives: ClassVar[frozenset[str]] = frozenset({KEEPS, "corrects itself"})
-    refuses: ClassVar[dict[str, str]] = {
-        "unbiased": "an unbiased reducer is right on average already; fed back, its noise may grow; use it alone, or "
-        "say anyway=True",
-        "corrects itself": "it carries its own leftovers already; use it alone",
+    gives: ClassVar[frozenset[Fact]] = frozenset({Fact.KEEPS_LEFTOVERS, Fact.CORRECTS_ITSELF})
+    refuses: ClassVar[dict[Fact, str]] = {
+        Fact.UNBIASED: "an unbiased reducer is right on average already, and its noise may grow if it is fed back; "
+        "use it alone, or say anyway=True",
+        Fact.CORRECTS_ITSELF: "it carries its own leftovers already; use it alone",
     }
 
     of: Reducer = knob(TopK(), "the reducer whose leftovers are kept")
@@ -43,13 +45,13 @@ class ErrorFeedback(Reducer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._before: dict[int, Tensor | None] = {}  # bucket -> the e before this one
+        self._before: dict[int, Tensor | None] = {}  # bucket -> the e of the step before
         if self.anyway:
-            vars(self)["refuses"] = {fact: why for fact, why in self.refuses.items() if fact != "unbiased"}
+            vars(self)["refuses"] = {fact: why for fact, why in self.refuses.items() if fact != Fact.UNBIASED}
 
     async def mean(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
         e: Tensor | None = self.state.get((b.index, "e"))
-        corrected = self._spare(b, x, e)  # what is left may be made of it
+        corrected = self._spare(b, x, e)  # the reducer may turn it into the leftover in place
         if e is None:
             corrected.copy_(x)
         else:
@@ -60,16 +62,23 @@ class ErrorFeedback(Reducer):
         if left is None and e is not None:
             left = torch.zeros_like(e)  # everything was sent, e with it
         if left is not None:
-            left[b.n :] = 0.0  # what is behind the gradients is nobody's, and is not saved
+            left[b.n :] = 0.0  # the padding belongs to no parameter, and is not saved
             self.state[b.index, "e"] = left
         return Reduced(reduced.mean.to(x.dtype), lambda: left)
 
     def _spare(self, b: Bucket, x: Tensor, e: Tensor | None) -> Tensor:
-        """A vector to work in: the e before this one, if the commit has let it go. See _memory.py for why."""
-        spare, self._before[b.index] = self._before.get(b.index), None if x.is_cuda else e
+        """An fp32 vector to work in: the e of the step before if it is free by now. _memory.py says why."""
+        spare = self._before.get(b.index)
+        self._before[b.index] = None if x.is_cuda else e
         if spare is None or spare is e or spare is self.state.real.get((b.index, "e")) or spare.shape != x.shape:
             return torch.empty_like(x, dtype=torch.float32)
         return spare
 
-    def sends(self, b: Bucket, world: int) -> int:
-        return self.of.sends(b, world)
+    def flush(self, b: Bucket) -> Tensor | None:
+        return self.state.get((b.index, "e"))
+
+    def recut(self) -> None:
+        self._before.clear()
+
+    def sends(self, b: Bucket, world_size: int) -> int:
+        return self.of.sends(b, world_size)

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
-from paceline.parts import Comm, Reduced, Reducer
+from paceline.comm.protocol import Comm
+from paceline.core.facts import Fact
+from paceline.core.parts import Reduced, Reducer
 from paceline.registry import register
 
 if TYPE_CHECKING:
-    from paceline.bucket import Bucket
+    from paceline.core.bucket import Bucket
 
 
 @register
@@ -22,13 +24,13 @@ class Exact(Reducer):
     name: ClassVar[str] = "exact"
     paper: ClassVar[str] = "Li et al., PyTorch Distributed, VLDB 2020"
     formula: ClassVar[str] = "2·n·s·(W−1)/W"
-    gives: ClassVar[frozenset[str]] = frozenset({"unbiased", "elementwise", "exact mean"})
+    gives: ClassVar[frozenset[Fact]] = frozenset({Fact.UNBIASED, Fact.ELEMENTWISE, Fact.EXACT_MEAN})
 
     async def mean(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
         return Reduced(await comm.mean(x))
 
     async def mine(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
-        return Reduced(await comm.scatter_mean(x))
+        return Reduced(await comm.reduce_scatter_mean(x))
 
-    def sends(self, b: Bucket, world: int) -> int:
-        return 2 * b.flat.nbytes * (world - 1) // world
+    def sends(self, b: Bucket, world_size: int) -> int:
+        return 2 * b.flat.nbytes * (world_size - 1) // world_size

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from paceline.comm.protocol import Comm
+from paceline.core.facts import Fact
+from paceline.core.parts import Reduced, Reducer
 from paceline.knobs import knob
-from paceline.parts import Comm, Reduced, Reducer
 from paceline.registry import register
 
 if TYPE_CHECKING:
-    from paceline.bucket import Bucket
+    from paceline.core.bucket import Bucket
 
 LARGEST = 2.0**15
 
@@ -23,16 +25,16 @@ LARGEST = 2.0**15
 class Half(Reducer):
     """Round to 16 bits, average, widen again.
 
-    fp16 keeps 11 bits of precision up to 65504, bf16 8 bits over fp32's range. What is too large for fp16 is cut at
-    32768 (a sum is rounded on its way, and must fit too) rather than turned into infinity, and is part of the
-    leftover like the rounding.
+    fp16 keeps 11 bits of precision up to 65504, bf16 8 bits over fp32's range. Values too large for fp16 are clamped to
+    32768 (partial sums are fp16 too, and must fit) rather than turned into infinity; what is cut off is part of the
+    leftover, like the rounding error.
     """
 
     name: ClassVar[str] = "half"
     paper: ClassVar[str] = "Micikevicius et al., Mixed Precision Training, ICLR 2018 (storage); torch's fp16 hook"
     formula: ClassVar[str] = "2·n·2·(W−1)/W"
-    gives: ClassVar[frozenset[str]] = frozenset({"elementwise", "leftover"})
-    tolerance: ClassVar[float] = 2.0**-7  # bf16 sums are rounded as they go
+    gives: ClassVar[frozenset[Fact]] = frozenset({Fact.ELEMENTWISE, Fact.LEFTOVER})
+    tolerance: ClassVar[float] = 2.0**-7  # every partial sum is rounded to bf16
 
     dtype: Literal["fp16", "bf16"] = knob("fp16", "which 16-bit format travels")
 
@@ -46,5 +48,5 @@ class Half(Reducer):
             return x.to(torch.bfloat16)
         return x.clamp(-LARGEST, LARGEST).to(torch.float16)
 
-    def sends(self, b: Bucket, world: int) -> int:
-        return 2 * 2 * b.flat.numel() * (world - 1) // world
+    def sends(self, b: Bucket, world_size: int) -> int:
+        return 2 * 2 * b.flat.numel() * (world_size - 1) // world_size

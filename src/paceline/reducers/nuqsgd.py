@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from paceline.kernels import Code
+from paceline.kernels import BlockCode
 from paceline.knobs import knob
 from paceline.reducers.qsgd import QSGD
 from paceline.registry import register
@@ -14,10 +14,10 @@ from paceline.registry import register
 @register
 @dataclass(kw_only=True)
 class NUQSGD(QSGD):
-    """As qsgd, with the levels where gradients are: 0, 2^-(L-1), ..., 1/4, 1/2, 1 times the block's L2 norm.
+    """QSGD with levels that are dense near zero: 0, 2^-(L-1), ..., 1/4, 1/2, 1 times the block's L2 norm.
 
-    L = 2^(bits-1) - 1 levels besides zero, and a sign. A value between two levels goes to one of them at random,
-    with the probability that makes it right on average.
+    There are L = 2^(bits-1) - 1 levels besides zero, and a sign. A value between two levels is rounded to one of them
+    at random, with the probability that makes it right on average.
     """
 
     name: ClassVar[str] = "nuqsgd"
@@ -25,5 +25,5 @@ class NUQSGD(QSGD):
 
     norm: Literal["l2"] = knob("l2", "of a block; the paper's")
 
-    def code(self) -> Code:
-        return Code("powers", self.bits, self.d, self.norm)
+    def code(self) -> BlockCode:
+        return BlockCode("powers", self.bits, self.d, self.norm)

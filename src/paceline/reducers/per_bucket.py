@@ -9,23 +9,25 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
+from paceline.comm.protocol import Comm
+from paceline.core.facts import Fact
+from paceline.core.parts import Reduced, Reducer
 from paceline.knobs import knob
-from paceline.parts import Comm, Reduced, Reducer
 from paceline.reducers.error_feedback import ErrorFeedback
 from paceline.reducers.exact import Exact
 from paceline.registry import register
 
 if TYPE_CHECKING:
-    from paceline.bucket import Bucket
+    from paceline.core.bucket import Bucket
 
 
 @register
 @dataclass(kw_only=True)
 class PerBucket(Reducer):
-    """A reducer that picks a reducer: by a parameter's size, its dimensions and its name. Nest it for more kinds.
+    """Picks one of two reducers by a parameter's size, dimensions and name; nest it for more than two.
 
     Small tensors cost few bytes and lose most by compression, and so may embeddings and the last layer. The two kinds
-    never share a bucket; a bucket that was cut otherwise goes by its first parameter.
+    never share a bucket; if a bucket was cut otherwise, its first parameter decides.
     """
 
     name: ClassVar[str] = "per_bucket"
@@ -37,8 +39,8 @@ class PerBucket(Reducer):
     dims: int = knob(2, "tensors with fewer dimensions belong to the rest", low=0)
     names: str = knob("", "patterns, with commas between, of parameters that belong to the rest: 'embed.*,*.head.*'")
 
-    def facts(self) -> frozenset[str]:
-        return super().facts() - {"exact mean"}  # which is not the mean of all buckets
+    def facts(self) -> frozenset[Fact]:
+        return super().facts() - {Fact.EXACT_MEAN}  # only some buckets have an exact mean
 
     def choose(self, name: str, p: Tensor) -> Reducer:
         small = p.numel() < self.smallest or p.dim() < self.dims
@@ -55,8 +57,8 @@ class PerBucket(Reducer):
     async def mine(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
         return await self._for(b).mine(b, x, comm)
 
-    def sends(self, b: Bucket, world: int) -> int:
-        return self._for(b).sends(b, world)
+    def sends(self, b: Bucket, world_size: int) -> int:
+        return self._for(b).sends(b, world_size)
 
     def _for(self, b: Bucket) -> Reducer:
         return self.choose(b.slots[0].name, b.slots[0].param)

@@ -8,31 +8,34 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from paceline.kernels import Code, key
+from paceline.comm.protocol import Comm
+from paceline.core.facts import Fact
+from paceline.core.parts import Part, Reduced, Reducer
+from paceline.kernels import BlockCode, key
 from paceline.knobs import knob
-from paceline.parts import Comm, Part, Reduced, Reducer
 from paceline.reducers._memory import scratch
 from paceline.reducers._slices import mean_by_slices, sent_by_slices
 from paceline.reducers._thin import orthonormal, over_n, scaled
 from paceline.registry import register
 
 if TYPE_CHECKING:
-    from paceline.bucket import Bucket, Slot
+    from paceline.core.bucket import Bucket, Slot
 
 
-# Short blocks: what lies together in a factor is of one size, and its neighbour is not.
-_CODES = {f"int{bits}": Code("uniform", bits, 64, "max") for bits in (8, 4)}
+# Short blocks: a factor's neighbouring values are of similar size, but its columns differ much from each other.
+_CODES = {f"int{bits}": BlockCode("uniform", bits, 64, "max") for bits in (8, 4)}
 
 
 @register
 @dataclass(kw_only=True)
 class PowerSGD(Reducer):
-    """One step of power iteration a step, warm: M ≈ P·Qᵀ, with P (n×r) and Q (m×r) averaged instead of M (n×m).
+    """Low-rank compression: M ≈ P·Qᵀ, with P (n×r) and Q (m×r) averaged over the workers instead of M (n×m).
 
-    P = M·Q, averaged over the workers, made orthonormal; Q = Mᵀ·P, averaged; the estimate is P·Qᵀ. Q is kept for the
-    next step, where it is nearly right already. What this worker did not send is M − P·(its own Q)ᵀ: the local form,
-    which does not grow with the difference between workers. Vectors, scalars and matrices too small to gain anything
-    are averaged exactly. All matrices of a bucket travel together: two means a bucket. Wants error feedback.
+    One step of power iteration each step: P = M·Q, averaged and made orthonormal; Q = Mᵀ·P, averaged; the estimate is
+    P·Qᵀ. Q is kept as the start of the next step, where it is nearly right already. The leftover is M − P·(this
+    worker's own Q)ᵀ: the local form, which does not grow with the difference between workers. Vectors, scalars and
+    matrices too small to gain anything are averaged exactly. All matrices of a bucket are sent together: two means a
+    bucket. It needs error feedback.
     """
 
     name: ClassVar[str] = "powersgd"
@@ -40,8 +43,8 @@ class PowerSGD(Reducer):
     formula: ClassVar[str] = (
         "2·w·(W−1)/W · (Σ r·(n+m) over matrices + the rest whole), w = 4 bytes, bf16 2, int8 1 1/16, int4 9/16"
     )
-    gives: ClassVar[frozenset[str]] = frozenset({"leftover", "whole matrices"})
-    tolerance: ClassVar[float] = 2.0**-8  # in bf16 sums are rounded as they go; elsewhere it is 1e-5
+    gives: ClassVar[frozenset[Fact]] = frozenset({Fact.LEFTOVER, Fact.WHOLE_MATRICES})
+    tolerance: ClassVar[float] = 2.0**-8  # with wire="bf16" every partial sum is rounded; otherwise 1e-5
 
     rank: int = knob(4, "higher: nearer to the exact mean, more bytes", low=1, high=4096)
     share: float = knob(0.0, "if not 0: each matrix's rank is what takes this share of its bytes", low=0.0, high=1.0)
@@ -55,7 +58,7 @@ class PowerSGD(Reducer):
 
     async def mean(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
         thin, whole = self._split(b)
-        flat = x.float()  # itself, if it is fp32; whatever the gradients are, P and Q are made of fp32
+        flat = x.float()  # P and Q are computed in fp32 whatever the type of the gradients; no copy if x is fp32
         M, rest = [_of(s, flat).view(_shape(s)) for s in thin], [_of(s, flat) for s in whole]
         Pt = [qt @ m.T for m, qt in zip(M, scaled([self._last(s) for s in thin]), strict=True)]
         first, averaged = await self._agree(b, [*Pt, *rest], comm, 0)
@@ -79,7 +82,7 @@ class PowerSGD(Reducer):
         return Reduced(mean.to(x.dtype), left)
 
     def _split(self, b: Bucket) -> tuple[list[Slot], list[Slot]]:
-        """Which tensors gain from two thin factors, those of one shape together, and which do not."""
+        """The tensors that two thin factors make smaller, sorted by shape, and the tensors that are sent whole."""
         thin: list[Slot] = []
         whole: list[Slot] = []
         for s in b.slots:
@@ -93,7 +96,7 @@ class PowerSGD(Reducer):
         return max(1, min(int(self.share * n * m / (n + m)) if self.share else self.rank, n, m))
 
     def _last(self, s: Slot) -> Tensor:
-        """Qᵀ of the step before; in the first one, and where the rank has grown since, dice."""
+        """Qᵀ of the step before; in the first step, and for columns added by a higher rank, random numbers."""
         (_, m), r = _shape(s), self._rank(s)
         qt: Tensor | None = self.state.get((s.name, "Q"))
         if qt is None or len(qt) < r:
@@ -102,17 +105,17 @@ class PowerSGD(Reducer):
             qt = dice if qt is None else torch.cat(scaled([qt, dice[len(qt) :]]))
         return qt[:r]
 
-    def sends(self, b: Bucket, world: int) -> int:
+    def sends(self, b: Bucket, world_size: int) -> int:
         thin, whole = self._split(b)
         first = sum(_shape(s)[0] * self._rank(s) for s in thin) + sum(s.stop - s.start for s in whole)
         second = sum(_shape(s)[1] * self._rank(s) for s in thin)
         if code := _CODES.get(self.wire):
-            return sum(sent_by_slices(n, world, code) for n in (first, second) if n)
+            return sum(sent_by_slices(n, world_size, code) for n in (first, second) if n)
         size = 2 if self.wire == "bf16" else 4
-        return sum(2 * size * n * (world - 1) // world for n in (first, second))
+        return sum(2 * size * n * (world_size - 1) // world_size for n in (first, second))
 
     async def _agree(self, b: Bucket, parts: list[Tensor], comm: Comm, leg: int) -> tuple[list[Tensor], list[Tensor]]:
-        """What this worker adds to their mean, and the mean."""
+        """What this worker contributes to the mean of `parts` (rounded as it is sent), and the mean itself."""
         if not parts:
             return [], []
         flat = torch.cat([p.reshape(-1) for p in parts])

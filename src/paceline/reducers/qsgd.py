@@ -7,33 +7,35 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import Tensor
 
-from paceline.kernels import Code, key
+from paceline.comm.protocol import Comm
+from paceline.core.facts import Fact
+from paceline.core.parts import Reduced
+from paceline.kernels import BlockCode, key
 from paceline.knobs import knob
-from paceline.parts import Comm, Reduced
 from paceline.reducers._coded import Coded
 from paceline.reducers._memory import scratch
 from paceline.reducers._slices import mean_by_slices, sent_by_slices
 from paceline.registry import register
 
 if TYPE_CHECKING:
-    from paceline.bucket import Bucket
+    from paceline.core.bucket import Bucket
 
 
 @register
 @dataclass(kw_only=True)
 class QSGD(Coded):
-    """Each block of d values: its norm in fp32 and, for each value v, one of the levels -s..s of s·v/norm.
+    """Each block of d values is sent as its norm in fp32 and, for each value v, one of the levels -s..s of s·v/norm.
 
     v is rounded up or down at random, with the probability that makes it right on average, so no error feedback is
-    needed. s = 2^(bits-1) - 1. What each worker sends cannot be summed on the way: everyone gets everything, and the
-    bytes grow with the world. With route="slices" they do not: worker r averages everyone's slice r, and sends it on
-    rounded once more, at random again: right on average still, with more noise.
+    needed. s = 2^(bits-1) - 1. Messages cannot be summed on the way, so every worker gets every message, and the bytes
+    grow with the number of workers. With route="slices" they do not: worker r averages shard r of all workers, rounds
+    it at random once more and sends it to all, which is still right on average, with more noise.
     """
 
     name: ClassVar[str] = "qsgd"
     paper: ClassVar[str] = "Alistarh et al., QSGD, NIPS 2017"
     formula: ClassVar[str] = "(W−1)·⌈n/d⌉·(d·bits/8 + 4); by slices 2·(W−1)·⌈n/(W·d)⌉·(d·bits/8 + 4)"
-    gives: ClassVar[frozenset[str]] = frozenset({"unbiased", "elementwise", "leftover"})
+    gives: ClassVar[frozenset[Fact]] = frozenset({Fact.UNBIASED, Fact.ELEMENTWISE, Fact.LEFTOVER})
 
     bits: Literal[4, 2, 8] = knob(4, "fewer: fewer bytes, more noise")
     norm: Literal["max", "l2"] = knob("max", "max (QSGDinf) has less variance, l2 is the paper's")
@@ -43,11 +45,11 @@ class QSGD(Coded):
     )
     seed: int = knob(0, "of the rounding; each worker has a stream of its own", low=0)
 
-    def code(self) -> Code:
-        return Code("uniform", self.bits, self.d, self.norm)
+    def code(self) -> BlockCode:
+        return BlockCode("uniform", self.bits, self.d, self.norm)
 
     def key(self, b: Bucket, rank: int, *more: int) -> int:
-        """A step that is redone throws the same again."""
+        """The key of a random rounding: the same numbers again when a step is repeated."""
         return key(self.seed, rank, b.index, b.step, *more)
 
     async def mean(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
@@ -64,5 +66,5 @@ class QSGD(Coded):
 
         return Reduced(mean, left)
 
-    def sends(self, b: Bucket, world: int) -> int:
-        return super().sends(b, world) if self.route == "gather" else sent_by_slices(b.n, world, self.code())
+    def sends(self, b: Bucket, world_size: int) -> int:
+        return super().sends(b, world_size) if self.route == "gather" else sent_by_slices(b.n, world_size, self.code())

@@ -1,4 +1,4 @@
-"""Gently at first."""
+"""No compression, or less of it, in the first steps."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor
 
 from paceline import knobs
+from paceline.comm.protocol import Comm
+from paceline.core.parts import Part, Reduced, Reducer
 from paceline.errors import MethodError, nearest
 from paceline.knobs import knob
-from paceline.parts import Comm, Part, Reduced, Reducer
 from paceline.reducers._memory import vectors
 from paceline.reducers.exact import Exact
 from paceline.reducers.half import Half
 from paceline.registry import register
 
 if TYPE_CHECKING:
-    from paceline.bucket import Bucket
+    from paceline.core.bucket import Bucket
 
 _EXACT = Exact()
 
@@ -30,12 +31,12 @@ _EXACT = Exact()
 class Warmup(Reducer):
     """The exact mean for the first steps, when gradients are large and change fast; then the reducer inside.
 
-    Or, with `schedule` the name of one of its knobs, the reducer inside from the first step on, and that knob on its
-    way to its value by equal factors, one a stage; first it is `start`, or else one factor below the upper end of its
-    range: with 4 stages a ratio of 0.1 % is 25 %, 6.3 %, 1.6 % and 0.4 % before. With one stage it is `start` and
-    then its value. A whole number is rounded, a choice is the nearest there is.
+    With `schedule`, the name of one of its knobs, the reducer inside is used from the first step on, and that knob
+    moves to its own value by equal factors, one for each stage. It begins at `start`, or one factor below the upper end
+    of its range: with 4 stages a ratio of 0.1 % is 25 %, 6.3 %, 1.6 % and 0.4 % before. With one stage it is `start`
+    and then its own value. A whole number is rounded; a choice is the nearest legal one.
 
-    It goes by the number of steps that have counted, which all workers agree on.
+    The schedule counts the steps that were committed, which are the same on all workers.
     """
 
     name: ClassVar[str] = "warmup"
@@ -59,8 +60,8 @@ class Warmup(Reducer):
     async def mine(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
         return await self._now(b).mine(b, x, comm)
 
-    def sends(self, b: Bucket, world: int) -> int:
-        return self._now(b).sends(b, world)
+    def sends(self, b: Bucket, world_size: int) -> int:
+        return self._now(b).sends(b, world_size)
 
     def _now(self, b: Bucket) -> Reducer:
         if b.step >= self.steps:
@@ -68,11 +69,11 @@ class Warmup(Reducer):
         return _turned(self.of, self.schedule, self._value(b.step)) if self.schedule else _EXACT
 
     def _value(self, step: int) -> float:
-        """The scheduled knob's: a pure function of the step."""
+        """The scheduled knob's value, which depends on the step alone."""
         final = getattr(_owner(self.of, self.schedule), self.schedule)
         stage = step * self.stages // self.steps
         start, t = self.start, stage / self.stages
-        if not start:  # the upper end itself is no compression at all
+        if not start:  # not the upper end itself, which would be no compression at all
             start, t = self._high, (stage + 1) / (self.stages + 1)
         value: float = start * (final / start) ** t
         if self._legal:
@@ -80,7 +81,7 @@ class Warmup(Reducer):
         return round(value) if isinstance(final, int) else value
 
     def _prepare(self) -> None:
-        """Refuse what cannot be scheduled; find the range of what can."""
+        """Find the range of the scheduled knob, and raise if it cannot be scheduled."""
         owner = _owner(self.of, self.schedule)
         if owner is None:
             numbers = [name for part in self.of.parts() for name in _numbers(part)]
@@ -104,15 +105,16 @@ def _numbers(part: Part) -> list[str]:
 
 
 def _owner(part: Part, name: str) -> Part | None:
-    """The first part, from the outside in, that has the knob."""
+    """The outermost part that has the knob."""
     return next((p for p in part.parts() if name in _numbers(p)), None)
 
 
 def _turned(part: Any, name: str, value: float) -> Any:
-    """The same part with the knob at another value: a copy that shares its state and its memory. The part itself stays
-    as it is, for other buckets' exchanges are under way while this one waits.
+    """A copy of the part with the knob at another value, which shares the part's state and scratch vectors.
+
+    The part itself is not changed, because exchanges of other buckets may be under way.
     """
-    vectors(part)  # made before the copy, which has them then, and not one of its own
+    vectors(part)  # created before the copy, so that the copy shares them
     turned = copy.copy(part)
     if name in _numbers(part):
         setattr(turned, name, value)

@@ -1,1 +1,1 @@
-"""What is agreed on, when, with whom? One file a method."""
+"""What do workers agree on, when, and with which others? One file a method."""

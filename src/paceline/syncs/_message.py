@@ -15,11 +15,11 @@ from torch import Tensor
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
-    from paceline.exchange import Exchange
+    from paceline.core.exchange import Exchange
 
 
-class Message:
-    """The same vector in every step: memory fresh from the system costs more than all that is done here."""
+class GradientMessage:
+    """One vector that is reused in every step, since fresh memory costs more than all that is done here."""
 
     def __init__(self, ex: Exchange) -> None:
         self.ex, self.slots = ex, [s for b in ex.buckets for s in b.slots]
@@ -30,7 +30,7 @@ class Message:
         self._views = self._split(self.vector)
 
     def fits(self) -> bool:
-        """Are the parameters still those it was made for?"""
+        """Are the parameters still those this vector was made for?"""
         return len(self.slots) == sum(len(b.slots) for b in self.ex.buckets)
 
     def pack(self) -> Tensor:
@@ -56,7 +56,7 @@ class Message:
         return torch.cat([b.weights().cpu() for b in self.ex.buckets])
 
     def unpack(self, total: Tensor) -> None:
-        """From the sum over the workers: every p.grad becomes the mean; what nobody used has none."""
+        """From the sum over the workers, every p.grad becomes the mean; a parameter that no worker used gets none."""
         used = total[self.n : -1].tolist()
         total[: self.n].div_(total[-1])
         for s, view, anywhere in zip(self.slots, self._split(total), used, strict=True):

@@ -1,4 +1,4 @@
-"""What the optimizer remembers of a bucket's parameters: averaged over the workers, or forgotten."""
+"""The optimizer's moments of a bucket's parameters: averaged over the workers, or reset."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from paceline.bucket import Bucket
-    from paceline.exchange import Exchange
+    from paceline.core.bucket import Bucket
+    from paceline.core.exchange import Exchange
 
 
 async def average(b: Bucket, ex: Exchange) -> None:
-    """Exactly: there is nothing to correct a moment by later."""
+    """Average the moments exactly, without the reducer: an error in a moment could not be corrected later."""
     known = ex.optimizer.state
     names = {name for state in known.values() for name, x in state.items() if _is_moment(x)}
-    for name in sorted(names):  # the same on every worker, though some may lack one: it counts as zero there
+    for name in sorted(names):  # the same on every worker; a parameter without this moment counts as zero
         flat = torch.zeros_like(b.flat)
         pairs = [
             (known[s.param][name], view)
@@ -32,6 +32,7 @@ async def average(b: Bucket, ex: Exchange) -> None:
 
 
 def reset(b: Bucket, ex: Exchange) -> None:
+    """Set all moments of the bucket's parameters to zero."""
     moments = [x for s in b.slots for x in ex.optimizer.state.get(s.param, {}).values() if _is_moment(x)]
     if moments:
         torch._foreach_zero_(moments)

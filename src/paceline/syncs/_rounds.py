@@ -1,13 +1,13 @@
-"""Updates that are made of the first gradients to come, agreed on by workers that do not wait for each other.
+"""Updates made of the first K gradients to arrive, for workers that do not wait for each other.
 
-[Note: rounds] Update r turns version r of the weights into version r + 1. A worker whose gradient is ready counts
-itself among the arrivals of round r (a counter that all share); the K-th to come says go, with the number that
-makes the update. A thread of each worker, which has nothing else to do, waits for that word and then joins the sum of
-round r: with the worker's gradient if its place is among that number, else with zeros. So nobody's computing holds up
-a round, every worker gets every update, and all apply the same ones in the same order.
+[Note: rounds] Update r turns version r of the weights into version r + 1. A worker whose gradient is ready adds itself
+to the arrivals of round r (a shared counter); the K-th arrival writes the go signal, with the number of gradients in
+the update. A background thread of each worker waits for the signal and then joins the sum of round r: with the
+worker's gradient if its place among the arrivals is within that number, else with zeros. So no round waits for a worker
+that computes, every worker gets every update, and all apply the same updates in the same order.
 
-Counting and putting down the gradient are one act under a lock that the thread takes too: a worker that was counted
-in time is in the sum. Workers that have ended are no longer waited for: K is at most the number that still train.
+A worker counts itself and stores its gradient under a lock that the thread takes too: a worker that was counted in time
+is in the sum. Workers that have ended are no longer waited for: K is at most the number that still train.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from paceline.errors import DeadlineError, PacelineError, PeerError
-from paceline.parts import Comm
+from paceline.comm.protocol import Comm
+from paceline.errors import PacelineError, PeerError, PeerTimeoutError
 
-_LOOK_S = 0.2  # how often a thread that waits looks whether a worker has failed or ended
+_LOOK_S = 0.2  # how often a waiting thread checks whether a worker has failed or ended
 _OVER = "over"
 
 
 class Tally(Protocol):
-    """What this asks of a lane's board: membership/board.py, and Room in threadcomm.py."""
+    """The part of a lane's board that rounds use: StoreBoard in comm/board.py, or Room in comm/threads.py."""
 
-    deadline_s: float
+    timeout_s: float
 
     def count(self, key: str, more: int = 1) -> int: ...
     def first(self, key: str, text: str) -> None: ...
@@ -38,20 +38,22 @@ class Tally(Protocol):
 
 
 class Update(NamedTuple):
+    """The sum of one round."""
+
     total: Tensor
     mine: bool  # this worker's gradient is in it
 
 
 class Rounds:
-    """[Note: rounds], from version 0 to the end of a stretch of training."""
+    """One worker's part in all rounds from version 0 to the next consensus: [Note: rounds]."""
 
     def __init__(self, lane: Comm, stretch: int, k: int, like: Tensor) -> None:
         self.lane, self.k, self.like = lane, k, like
         self.board: Tally = cast(Any, lane).board
         self.key = f"rounds/{cast(Any, lane).name}/{stretch}"
-        self.joined = 0  # rounds this worker's thread has gone into
+        self.joined = 0  # rounds that this worker's thread has joined
         self._offer: tuple[int, Tensor] | None = None  # place among the arrivals of the open round, gradient
-        self._updates: dict[int, Update] = {}  # those that came and were not taken yet
+        self._updates: dict[int, Update] = {}  # updates that have arrived and were not taken yet
         self._changed = threading.Condition()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=self.key, daemon=True)
@@ -60,7 +62,7 @@ class Rounds:
     # ------------------------------------------------------------------------------------------------ the worker
 
     def offer(self, r: int, x: Tensor) -> None:
-        """A gradient for round r. `take` says whether it came in time."""
+        """Offer a gradient for round r. The update that `take` returns says whether it came in time."""
         with self._changed:
             if self.joined == r:
                 self._offer = (self.board.count(f"{self.key}/{r}/arrived"), x)
@@ -70,11 +72,11 @@ class Rounds:
         """Wait for update r."""
         with self._changed:
             here = lambda: self._error or r in self._updates  # noqa: E731
-            if not self._changed.wait_for(here, self.board.deadline_s):
-                raise DeadlineError(
-                    f"update {r} did not come within {self.board.deadline_s:g} s",
+            if not self._changed.wait_for(here, self.board.timeout_s):
+                raise PeerTimeoutError(
+                    f"update {r} did not come within {self.board.timeout_s:g} s",
                     why=f"it takes the gradients of {self._enough()} workers, and fewer came",
-                    do="look at the others' output, or raise deadline= if a step may really take that long",
+                    do="look at the others' output, or raise timeout= if a step may really take that long",
                 )
             if r not in self._updates:
                 assert self._error is not None
@@ -82,18 +84,18 @@ class Rounds:
             return self._updates.pop(r)
 
     def end(self) -> None:
-        """This worker offers nothing any more; its thread goes on joining."""
+        """Declare that this worker offers no more gradients; its thread still joins every round."""
         with self._changed:
             self.board.count(f"{self.key}/ended")
             self._go_if_enough(self.joined, self.board.count(f"{self.key}/{self.joined}/arrived", 0))
 
     def close(self, r: int) -> None:
-        """All have ended, and r was the last version."""
+        """Stop the thread once all workers have ended and r is the last version."""
         self.board.first(f"{self.key}/{r}/go", _OVER)
         self._thread.join()
 
     def _enough(self) -> int:
-        return min(self.k, self.lane.world - self.board.count(f"{self.key}/ended", 0))
+        return min(self.k, self.lane.world_size - self.board.count(f"{self.key}/ended", 0))
 
     def _go_if_enough(self, r: int, arrived: int) -> None:
         if arrived and arrived >= self._enough():
@@ -105,7 +107,7 @@ class Rounds:
         try:
             while (go := self._next()) != _OVER:
                 self._join(int(go))
-        except Exception as error:  # it is the training thread's to raise
+        except Exception as error:  # kept for the training thread, which raises it in `take`
             ours = isinstance(error, PacelineError)
             lost = PeerError("the connection to the other workers broke", why=f"{type(error).__name__}: {error}")
             with self._changed:
@@ -121,12 +123,13 @@ class Rounds:
 
     def _join(self, go: int) -> None:
         with self._changed:
-            r, (place, x), self._offer = self.joined, self._offer or (0, self.like), None
+            r, (place, x) = self.joined, self._offer or (0, self.like)
+            self._offer = None
             self.joined += 1
         mine = 0 < place <= go
         total = self.lane.sum(x if mine else torch.zeros_like(self.like)).wait()
         with self._changed:
             self._updates[r] = Update(total, mine)
             self._changed.notify_all()
-        if self.lane.rank == 0:  # all have read the word, and none counts itself in a round it has joined
+        if self.lane.rank == 0:  # all have read the signal, and no worker counts itself in a round it has joined
             self.board.forget(f"{self.key}/{r}/arrived", f"{self.key}/{r}/go")

@@ -1,4 +1,4 @@
-"""Everyone at its own pace, with an average of all weights on its way."""
+"""Workers step at their own pace while an average of all weights travels."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
+from paceline.comm.protocol import Handle
+from paceline.core.facts import Fact
+from paceline.core.parts import Sync
 from paceline.knobs import knob
-from paceline.parts import KEEPS, Handle, Sync
 from paceline.registry import register
 
 if TYPE_CHECKING:
-    from paceline.bucket import Bucket
-    from paceline.exchange import Exchange
+    from paceline.core.bucket import Bucket
+    from paceline.core.exchange import Exchange
 
 _WHOLE = "the average of weights travels whole: nothing makes up later for what is rounded off; use the reducer exact"
 
 
-class Flight(NamedTuple):
+class BucketRound(NamedTuple):
     """A bucket's part of a round: its weights when the round began, and their average over the workers to come."""
 
     b: Bucket
@@ -40,7 +42,7 @@ class AsyncAverage(Sync):
     A worker begins its part of the next round `every` own steps after the last at the earliest, and waits for a round
     once it has made `age` steps since its snapshot: the fast are that much ahead of the slow in a round, not more.
 
-    To stop is agreed on in the rounds themselves: each carries, beside the weights, how many workers want to. One who
+    To stop is agreed on in the rounds themselves: each carries, beside the weights, how many workers want to. One that
     does keeps taking part, without training, until a round says that all do. All see it in the same round, whoever came
     first, and all take its average: there they agree, bit for bit.
     """
@@ -48,14 +50,15 @@ class AsyncAverage(Sync):
     name: ClassVar[str] = "async_average"
     paper: ClassVar[str] = "Gan et al., BAGUA (asynchronous model average), VLDB 2021"
     formula: ClassVar[str] = "2·n·s·(W−1)/W, once in `every` steps at most"
-    own_pace: ClassVar[bool] = True
+    acts_after_step: ClassVar[bool] = True
+    is_async: ClassVar[bool] = True
     background: ClassVar[bool] = True
     limit: ClassVar[dict[str, Any]] = {"warmup": 1 << 30}
-    needs: ClassVar[dict[str, str]] = {
-        "whole parameters": "workers train whole replicas; use the layout replicated",
-        "exact mean": _WHOLE,
+    needs: ClassVar[dict[Fact, str]] = {
+        Fact.WHOLE_PARAMETERS: "workers train whole replicas; use the layout replicated",
+        Fact.EXACT_MEAN: _WHOLE,
     }
-    refuses: ClassVar[dict[str, str]] = {"leftover": _WHOLE, KEEPS: _WHOLE}
+    refuses: ClassVar[dict[Fact, str]] = {Fact.LEFTOVER: _WHOLE, Fact.KEEPS_LEFTOVERS: _WHOLE}
 
     every: int = knob(8, "own steps from one snapshot to the next, at least", unit="steps", low=1)
     age: int = knob(32, "own steps since the snapshot after which a worker waits for the round", unit="steps", low=1)
@@ -63,7 +66,7 @@ class AsyncAverage(Sync):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._round: list[Flight] = []  # under way
+        self._round: list[BucketRound] = []  # under way
         self._since = 0  # own steps since this worker's last snapshot
         self._landed: list[tuple[Bucket, Tensor]] = []  # the average of the last round
 
@@ -89,16 +92,17 @@ class AsyncAverage(Sync):
 
     def _begin(self, ex: Exchange, *, stop: bool) -> None:
         for b in ex.buckets:
+            ex.about(b)
             s = b.weights()
             x = s.clone()
             x[b.n] = float(stop)  # the first element behind the weights
-            self._round.append(Flight(b, s, ex.background.mean(x)))
+            self._round.append(BucketRound(b, s, ex.background.mean(x)))
         self._since = 0
 
     def _land(self, ex: Exchange) -> bool:
         """Wait for the round and take what it brings; was it the one in which all want to stop?"""
         averages = [f.average.wait() for f in self._round]
-        stop = float(averages[0][self._round[0].b.n]) > 1 - 0.5 / ex.world  # a mean of ones may be rounded
+        stop = float(averages[0][self._round[0].b.n]) > 1 - 0.5 / ex.world_size  # a mean of ones may be rounded
         for f, x in zip(self._round, averages, strict=True):
             f.b.write(x if stop else f.b.weights().add_(x - f.snapshot))
         self._landed = [] if stop else [(f.b, x) for f, x in zip(self._round, averages, strict=True)]
@@ -113,7 +117,7 @@ class AsyncAverage(Sync):
 
     def settle(self, ex: Exchange) -> None:
         """Stop, at the same round on all workers. Training may go on after it."""
-        if ex.world == 1 or not ex.buckets:
+        if ex.world_size == 1 or not ex.buckets:
             return
         stopped = False
         while not stopped:

@@ -1,4 +1,4 @@
-"""An update is made of the first gradients to come: K of N. Nobody waits for the slowest."""
+"""Each update is made of the first K of N gradients, so that no worker waits for the slowest."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from paceline.core.facts import Fact
+from paceline.core.parts import Sync
 from paceline.errors import MethodError, UsageError
 from paceline.knobs import knob
-from paceline.parts import Sync
 from paceline.registry import register
-from paceline.syncs._message import Message
+from paceline.syncs._message import GradientMessage
 from paceline.syncs._rounds import Rounds
-from paceline.telemetry import Note
+from paceline.telemetry.events import Note
 
 if TYPE_CHECKING:
-    from paceline.bucket import Bucket
-    from paceline.exchange import Exchange
+    from paceline.core.bucket import Bucket
+    from paceline.core.exchange import Exchange
 
 
 @register
@@ -29,23 +30,23 @@ if TYPE_CHECKING:
 class BackupWorkers(Sync):
     """Synchronous SGD with b backup workers: of N workers, the first K = N − b gradients make the update.
 
-    w_{r+1} = w_r − η·Σ cᵢ·gᵢ / Σ cᵢ over the K that came first; [Note: rounds] in _rounds.py says how. Who comes later
-    catches up: it applies the updates made meanwhile, with its own optimizer, and so has the same weights and moments
-    as everybody at that version. Its gradient, now of age τ (in updates), is dropped as in the paper; or it comes in
-    the next round, with cᵢ = 1/(1 + τ) (late="weigh"), or (late="dc") with cᵢ = 1 as gᵢ + λ·gᵢ⊙gᵢ⊙(w_now − w_then).
+    w_{r+1} = w_r − η·Σ cᵢ·gᵢ / Σ cᵢ over the K that came first; [Note: rounds] in _rounds.py says how. A late worker
+    catches up: it applies the updates made meanwhile with its own optimizer, and so has the same weights and moments as
+    all others at that version. Its gradient, now of age τ (in updates), is dropped as in the paper; or it is used in
+    the next round, with cᵢ = 1/(1 + τ) (late="weigh"), or with cᵢ = 1 as gᵢ + λ·gᵢ⊙gᵢ⊙(w_now − w_then) (late="dc").
 
     A gradient that is not finite is not offered, and its worker goes on with the next. `ages` counts this worker's
-    gradients by their age when they were used, `dropped` those that were not.
+    gradients by their age when they were used, `dropped` counts those that were not used.
     """
 
     name: ClassVar[str] = "backup_workers"
     paper: ClassVar[str] = "Chen et al., Revisiting distributed synchronous SGD, 2016"
     formula: ClassVar[str] = "2·(n·s + 4·(parameters + 1))·(W−1)/W an update"
-    needs: ClassVar[dict[str, str]] = {
-        "whole parameters": "every worker applies every update; use the layout replicated",
-        "exact mean": "gradients of some workers are summed with zeros of the others, exactly; leave the reducer out",
+    needs: ClassVar[dict[Fact, str]] = {
+        Fact.WHOLE_PARAMETERS: "every worker applies every update; use the layout replicated",
+        Fact.EXACT_MEAN: "gradients of some workers are added to zeros of the others; leave the reducer out",
     }
-    own_pace: ClassVar[bool] = True
+    is_async: ClassVar[bool] = True
     background: ClassVar[bool] = True
     limit: ClassVar[dict[str, Any]] = {"backups": 0}
 
@@ -59,8 +60,8 @@ class BackupWorkers(Sync):
         super().__post_init__()
         self.ages: Counter[int] = Counter()
         self.dropped = 0
-        self._open: tuple[Rounds, Message] | None = None
-        self._stretch = self._version = 0  # from one settling to the next; updates applied in it
+        self._open: tuple[Rounds, GradientMessage] | None = None
+        self._stretch = self._version = 0  # the number of `settle` calls; updates applied since the last of them
         self._step: Callable[[], Any] | None = None  # the optimizer's own, for updates that come after the last step
 
     def due(self, step: int) -> bool:
@@ -70,21 +71,21 @@ class BackupWorkers(Sync):
         await ex.keep(b)
 
     def ready(self, ex: Exchange) -> None:
-        """A gradient is about to be offered. For those who write the order of arrivals themselves."""
+        """Called before a gradient is offered; tests override it to fix the order of arrivals."""
 
     def apply(self, step: Callable[[], Any], ex: Exchange) -> Any:
-        if not self.backups or ex.world == 1:
+        if not self.backups or ex.world_size == 1:
             return step()
         rounds, message = self._opened(ex)
         if not message.fits():
             raise UsageError(
                 f"{self.name}: parameters were added or thawed between two updates",
                 why="workers are at different steps, and their gradients must be of one length",
-                do="enter paceline.agreed() on all workers before parameters change",
+                do="enter paceline.consensus() on all workers before parameters change",
             )
         g = message.pack()
         if not bool(torch.stack(g.aminmax()).isfinite().all()):
-            return step()  # which only says so: the engine has left it out
+            return step()  # reports the bad gradient: the engine skips the update itself
         self._step, version, w = step, self._version, message.weights() if self.late == "dc" else None
         self.ready(ex)
         while True:
@@ -100,8 +101,8 @@ class BackupWorkers(Sync):
                 break
         return None
 
-    def _aged(self, message: Message, age: int, w_then: Tensor | None) -> Tensor:
-        """The gradient as it is sent when it is late; the next time it may be later still."""
+    def _aged(self, message: GradientMessage, age: int, w_then: Tensor | None) -> Tensor:
+        """A weighted or corrected copy of the gradient; the original is kept, as it may be late once more."""
         g = message.vector.clone()
         x, c = g[: message.n], 1.0 / (1 + age) if self.late == "weigh" else 1.0
         if w_then is not None:
@@ -111,7 +112,7 @@ class BackupWorkers(Sync):
         return g
 
     def _advance(self, step: Callable[[], Any], ex: Exchange) -> bool:
-        """Wait for the update of this version and apply it; is this worker's gradient in it?"""
+        """Wait for the update of this version and apply it; return whether this worker's gradient is in it."""
         began = time.perf_counter()
         rounds, message = self._opened(ex)
         update = rounds.take(self._version)
@@ -122,12 +123,12 @@ class BackupWorkers(Sync):
         return update.mine
 
     def settle(self, ex: Exchange) -> None:
-        """All meet at the newest version. A worker that is here already is no longer waited for."""
-        if not self.backups or ex.world == 1:
+        """Bring all workers to the newest version. Rounds no longer wait for a worker that is here already."""
+        if not self.backups or ex.world_size == 1:
             return
         rounds, _ = self._opened(ex)
         rounds.end()
-        last = int(ex.comm.gather(torch.tensor([self._version])).wait().max())
+        last = int(ex.comm.all_gather(torch.tensor([self._version])).wait().max())
         while self._version < last:
             self._advance(self._step or (lambda: type(ex.optimizer).step(ex.optimizer)), ex)
         rounds.close(last)
@@ -138,12 +139,10 @@ class BackupWorkers(Sync):
     async def centre(self, b: Bucket, ex: Exchange) -> Tensor:
         return await ex.comm.broadcast(b.weights())
 
-    def _opened(self, ex: Exchange) -> tuple[Rounds, Message]:
-        if self.backups >= ex.world:
-            raise MethodError(
-                f"{self.name}: backups={self.backups}, but there are only {ex.world} workers: nobody would be left"
-            )
+    def _opened(self, ex: Exchange) -> tuple[Rounds, GradientMessage]:
+        if self.backups >= ex.world_size:
+            raise MethodError(f"{self.name}: backups={self.backups}, but there are only {ex.world_size} workers")
         if self._open is None:
-            message = Message(ex)
-            self._open = Rounds(ex.background, self._stretch, ex.world - self.backups, message.vector), message
+            message = GradientMessage(ex)
+            self._open = Rounds(ex.background, self._stretch, ex.world_size - self.backups, message.vector), message
         return self._open

@@ -1,4 +1,4 @@
-"""Apply the gradients of some steps ago, so that today's may take their time on the wire."""
+"""Apply the gradients of some steps ago, so that the newest ones have time to travel."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
+from paceline.core.facts import Fact
+from paceline.core.parts import Sync
+from paceline.core.pipeline import Task
 from paceline.errors import UsageError
 from paceline.knobs import knob
-from paceline.parts import KEEPS, Sync
-from paceline.pipeline import Task
 from paceline.registry import register
 
 if TYPE_CHECKING:
-    from paceline.bucket import Bucket
-    from paceline.exchange import Exchange
+    from paceline.core.bucket import Bucket
+    from paceline.core.exchange import Exchange
 
 
 @register
@@ -24,26 +25,27 @@ if TYPE_CHECKING:
 class Delayed(Sync):
     """Bounded staleness without a server: the mean gradient of step t is applied in step t + s.
 
-    G_t = mean(gᵢ(w_t)),  w_{t+1} = w_t − η·G_{t−s}. Its bytes have s steps of computing to travel in, and nobody can
-    apply G_{t−s} before all have sent theirs: no worker is ever more than s steps ahead of another. The first s steps
-    apply nothing. All workers apply the same means in the same order, so replicas agree.
+    G_t = mean(gᵢ(w_t)),  w_{t+1} = w_t − η·G_{t−s}. Its bytes can travel during s steps of computing, and no worker can
+    apply G_{t−s} before all have sent their gradients: no worker is ever more than s steps ahead of another. The first
+    s steps apply nothing. All workers apply the same means in the same order, so replicas agree.
 
-    For what has changed since: correction="scale" applies G/(1 + s); "dc" (Zheng et al., DC-ASGD, 2017) goes by
-    G + λ·G⊙G⊙(w_t − w_{t−s}), where G⊙G stands for the diagonal of the Hessian.
+    The weights have changed since the gradient was computed: correction="scale" applies G/(1 + s); "dc" (Zheng et al.,
+    DC-ASGD, 2017) applies G + λ·G⊙G⊙(w_t − w_{t−s}), where G⊙G stands for the diagonal of the Hessian.
 
-    What workers say of a step's gradients is read together with its mean, s steps later: one that is not finite counts
-    as zero on the wire, and the mean it went into is not applied.
+    The vote on a step's gradients is read together with their mean, s steps later: a gradient that is not finite is
+    sent as zero, and the mean that it is part of is not applied.
 
-    The s means under way are part of the state. At an evaluation, a checkpoint and the end they arrive and stay queued:
-    training goes on from there as if nothing had been; the last s means of a run are not applied.
+    The s means under way are part of the state. At an evaluation, a checkpoint and the end they arrive and stay queued,
+    and training continues as if it had not been interrupted; the last s means of a run are not applied.
     """
 
     name: ClassVar[str] = "delayed"
     paper: ClassVar[str] = "Ho et al., More effective distributed ML via a stale synchronous parallel server, NIPS 2013"
     formula: ClassVar[str] = "as the reducer"
-    gives: ClassVar[frozenset[str]] = frozenset({"replicas agree", KEEPS})  # the queue, and it is not at the loss scale
-    needs: ClassVar[dict[str, str]] = {
-        "whole gradients": "whole means are queued on every worker; use the layout replicated"
+    # KEEPS_LEFTOVERS: the queue holds gradients in true units, without the loss scale.
+    gives: ClassVar[frozenset[Fact]] = frozenset({Fact.REPLICAS_AGREE, Fact.KEEPS_LEFTOVERS})
+    needs: ClassVar[dict[Fact, str]] = {
+        Fact.WHOLE_GRADIENTS: "whole means are queued on every worker; use the layout replicated"
     }
     limit: ClassVar[dict[str, Any]] = {"staleness": 0}
 
@@ -64,15 +66,15 @@ class Delayed(Sync):
         if not self.staleness:
             await ex.keep(b)
             return
-        slot = ex.step % self.staleness  # a ring: what was put here s steps ago is taken out now
+        slot = ex.step % self.staleness  # a ring buffer: this slot holds the mean of s steps ago
         mean, then = (b.index, f"mean {slot}"), (b.index, f"weights {slot}")
         if mean in self.state.staged:
             raise UsageError(
                 f"{self.name}: a second backward in step {ex.step}",
                 why="the first one's gradients have left, and p.grad is the mean of an earlier step",
-                do="use accumulate= or paceline.hold(optimizer); after a step left out, call optimizer.zero_grad()",
+                do="use accumulate= or paceline.no_sync(optimizer); after a step left out, call optimizer.zero_grad()",
             )
-        if "exact mean" not in ex.method.reducer.facts():
+        if Fact.EXACT_MEAN not in ex.method.reducer.facts():
             self._one_at_a_time(ex)
         old, w_then = self.state.get(mean), self.state.get(then)
         self.state[mean] = Task(_mean(b, b.flat.clone(), ex))
@@ -83,9 +85,10 @@ class Delayed(Sync):
             return
         self._last = ex.step
         b.flat.copy_(self._corrected(await old if isinstance(old, Task) else old, b, w_then))
-        for s in b.slots:  # today's is on its way; the engine binds what somebody used s steps ago
+        for s in b.slots:  # this step's gradient was sent; p.grad becomes the mean of s steps ago, where it is used
             s.param.grad = None
-        b.bind([s.param.requires_grad and bool(s.view.any()) for s in b.slots])  # it has not heard who, after a load
+        # After a load the engine does not know which parameters were used s steps ago: those with a mean that is not 0.
+        b.bind([s.param.requires_grad and bool(s.view.any()) for s in b.slots])
 
     def _corrected(self, g: Tensor, b: Bucket, w_then: Tensor | None) -> Tensor:
         if self.correction == "scale":
@@ -95,15 +98,20 @@ class Delayed(Sync):
         return g
 
     def _one_at_a_time(self, ex: Exchange) -> None:
-        """A reducer with a memory (leftovers, the last Q, scratch vectors) has one gradient of a bucket in hand at a
-        time: the one before is brought to its end first. That it came is a fact, whether this step counts or not.
+        """Finish the means under way and commit the reducer's state, before the reducer gets the next gradient.
+
+        A reducer with state (leftovers, the last Q, scratch vectors) can handle one gradient of a bucket at a time. Its
+        state is committed whether or not this step counts, because those means have arrived.
         """
         if self._land():
             for part in ex.method.reducer.parts():
                 part.state.commit()
 
     def _land(self) -> bool:
-        """What is on its way arrives and stays queued. A mean is the same, be it on its way or here: nothing staged."""
+        """Replace the means under way by their values, and return whether there were any.
+
+        Nothing is staged: a mean is the same value before and after it arrives.
+        """
         flying = {key: task for key, task in self.state.real.items() if isinstance(task, Task)}
         self.state.real |= {key: task.finish() for key, task in flying.items()}
         return bool(flying)
@@ -113,6 +121,10 @@ class Delayed(Sync):
 
     def settle(self, ex: Exchange) -> None:
         self._one_at_a_time(ex)
+
+    def flush(self, b: Bucket) -> Tensor | None:
+        queued = [x for key, x in self.state.real.items() if key[0] == b.index and key[1].startswith("mean")]
+        return sum(queued[1:], start=queued[0].clone()) if queued else None
 
 
 async def _mean(b: Bucket, x: Tensor, ex: Exchange) -> Tensor:

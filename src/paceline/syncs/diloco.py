@@ -13,18 +13,18 @@ from paceline.registry import register
 from paceline.syncs.local_sgd import LocalSGD
 
 if TYPE_CHECKING:
-    from paceline.bucket import Bucket
-    from paceline.exchange import Exchange
+    from paceline.core.bucket import Bucket
+    from paceline.core.exchange import Exchange
 
 
 @register
 @dataclass(kw_only=True)
 class DiLoCo(LocalSGD):
-    """As local_sgd, and the anchor takes SGD's step with Nesterov momentum: v ← μ·v + Δ,  x ← x − η·(Δ + μ·v).
+    """Local SGD whose anchor steps by SGD with Nesterov momentum: v ← μ·v + Δ,  x ← x − η·(Δ + μ·v).
 
-    Δ is old minus new: the workers' way back, which points where a gradient would. Meant for AdamW inside (the paper:
-    H = 500, 4e-4, betas 0.9 and 0.95, weight decay 0.1). With fragments and a delay it is Streaming DiLoCo (Douillard
-    et al., 2025).
+    Δ is the anchor minus the workers' mean weights, so it points where a gradient would. Meant for AdamW as the inner
+    optimizer (the paper: H = 500, lr 4e-4, betas 0.9 and 0.95, weight decay 0.1). With fragments and a delay it is
+    Streaming DiLoCo (Douillard et al., 2025).
     """
 
     name: ClassVar[str] = "diloco"

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import Tensor
 
+from paceline.core.facts import Fact
+from paceline.core.parts import Sync
 from paceline.kernels import add_bytes, encode_bytes
 from paceline.knobs import knob
-from paceline.parts import KEEPS, Sync
 from paceline.registry import register
 
 if TYPE_CHECKING:
-    from paceline.bucket import Bucket
-    from paceline.exchange import Exchange
+    from paceline.core.bucket import Bucket
+    from paceline.core.exchange import Exchange
 
 _OWN = "it has its own quantiser, whose rounding the copies make up for, and asks no reducer; use the reducer exact"
 
@@ -22,29 +23,32 @@ _OWN = "it has its own quantiser, whose rounding the copies make up for, and ask
 @register
 @dataclass(kw_only=True)
 class GossipLowbit(Sync):
-    """A ring in which every worker keeps a copy ŵ of itself and of both neighbours, and sends Q of how its own falls
-    short. All who hold a copy add the same bytes to it: copies of one worker are bitwise equal wherever they are.
+    """A ring in which every worker keeps copies ŵ of its own and both neighbours' weights, and sends only Q(z), the
+    quantized correction of its own copy. Every holder of that copy adds the same bytes to it, so the copies of one
+    worker are bitwise equal everywhere.
 
     After the optimizer's step from w to x, with m = 1/3 (two workers: one neighbour, m = 1/2):
 
     bagua (DCD-PSGD): z = x − ŵ + m·Σⱼ(ŵⱼ − ŵ), which on three or more is BAGUA's x + L/3 + R/3 − 5/3·ŵ;
-    all copies ŵ ← ŵ + Q(z), and w ← ŵ: what is trained on is what the neighbours know.
+    all copies ŵ ← ŵ + Q(z), and w ← ŵ: a worker trains on the weights that its neighbours have of it.
 
-    choco (CHOCO-SGD): z = x − ŵ; ŵ ← ŵ + Q(z); w ← x + γ·m·Σⱼ(ŵⱼ − ŵ): nothing of x is rounded, and what was not
-    said of it stays in the next z.
+    choco (CHOCO-SGD): z = x − ŵ; ŵ ← ŵ + Q(z); w ← x + γ·m·Σⱼ(ŵⱼ − ŵ): x is not rounded, and what Q(z) lacks is part
+    of the next z.
 
     Q: a byte for each element, 256 levels from the smallest to the largest of z, as in the reducer int8. Before the
-    first step, and in a ring of another size, neighbours give each other their weights whole.
+    first step, and when the number of workers has changed, neighbours send each other their whole weights.
     """
 
     name: ClassVar[str] = "gossip_lowbit"
     paper: ClassVar[str] = "Gan et al., BAGUA; Tang et al., DCD-PSGD, NIPS 2018; Koloskova et al., CHOCO-SGD, ICML 2019"
     formula: ClassVar[str] = "2·(n + 8) (W = 2: n + 8), once in `every` steps"
-    needs: ClassVar[dict[str, str]] = {
-        "whole parameters": "workers average whole replicas; use the layout replicated",
-        "exact mean": _OWN,
+    acts_before_step: ClassVar[bool] = True
+    acts_after_step: ClassVar[bool] = True
+    needs: ClassVar[dict[Fact, str]] = {
+        Fact.WHOLE_PARAMETERS: "workers average whole replicas; use the layout replicated",
+        Fact.EXACT_MEAN: _OWN,
     }
-    refuses: ClassVar[dict[str, str]] = {"leftover": _OWN, KEEPS: _OWN}
+    refuses: ClassVar[dict[Fact, str]] = {Fact.LEFTOVER: _OWN, Fact.KEEPS_LEFTOVERS: _OWN}
 
     rule: Literal["bagua", "choco"] = knob("bagua", "train on the copy that others have of one, or on own weights")
     gamma: float = knob(0.5, "γ of choco: how far towards the neighbours; too far, and rounding grows", above=0, high=1)
@@ -54,16 +58,16 @@ class GossipLowbit(Sync):
         return False
 
     async def before_step(self, b: Bucket, ex: Exchange) -> None:
-        if self.state.get("world") != ex.world:
-            self.state.clear()  # copies of other neighbours
-            self.state["world"] = ex.world
+        if self.state.get("world_size") != ex.world_size:
+            self.state.clear()  # the copies are of other neighbours
+            self.state["world_size"] = ex.world_size
         if (b.index, "own") not in self.state:
             w = self.state[b.index, "own"] = b.weights()
             for who, copy in zip(_near(ex), await _hear(w, ex), strict=True):
                 self.state[b.index, who] = copy
 
     async def on_step(self, b: Bucket, ex: Exchange) -> None:
-        if (ex.step + 1) % self.every or ex.world == 1:
+        if (ex.step + 1) % self.every or ex.world_size == 1:
             return
         x = b.weights()
         z = x - self.state[b.index, "own"]
@@ -73,22 +77,22 @@ class GossipLowbit(Sync):
         heard = await _hear(said, ex)
         for who, coded in zip(("own", *_near(ex)), (said, *heard), strict=True):
             copy = add_bytes(self.state[b.index, who].clone(), coded[None], factor=1.0, keep=True)
-            copy[b.n :] = 0.0  # the levels need not have a zero; what is behind the weights is not saved
+            copy[b.n :] = 0.0  # zero may not be among the levels, and the padding is not saved
             self.state[b.index, who] = copy
         b.write(self.state[b.index, "own"] if self.rule == "bagua" else x.add_(self._pull(b, ex), alpha=self.gamma))
 
     def _pull(self, b: Bucket, ex: Exchange) -> Tensor:
-        """m·Σⱼ(ŵⱼ − ŵ): from this worker's copy to the average of all it has."""
+        """The difference m·Σⱼ(ŵⱼ − ŵ) between the average of all copies and this worker's own copy."""
         own, near = self.state[b.index, "own"], [self.state[b.index, who] for who in _near(ex)]
         pull: Tensor = sum(near) / (1 + len(near)) - own * (len(near) / (1 + len(near)))
         return pull
 
 
 def _near(ex: Exchange) -> tuple[str, ...]:
-    return ("left", "right")[: ex.world - 1]  # of two workers each is both neighbours of the other
+    return ("left", "right")[: ex.world_size - 1]  # of two workers each is both neighbours of the other
 
 
 async def _hear(x: Tensor, ex: Exchange) -> list[Tensor]:
-    """The left neighbour's x and the right one's. Both are on their way before either is waited for."""
-    way = [ex.comm.shift(x, by) for by in (1, -1)[: ex.world - 1]]
+    """The left neighbour's x and the right one's. Both transfers start before either is waited for."""
+    way = [ex.comm.shift(x, by) for by in (1, -1)[: ex.world_size - 1]]
     return [await one for one in way]

@@ -1,4 +1,4 @@
-"""All workers write into the same weights, and nobody asks."""
+"""All workers write into the same weights without locks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from paceline import sharing
+from paceline.comm import host_memory as sharing
+from paceline.core.facts import Fact
+from paceline.core.parts import Sync
 from paceline.errors import MethodError, UsageError
-from paceline.parts import Sync
 from paceline.registry import register
 
 if TYPE_CHECKING:
-    from paceline.exchange import Exchange
+    from paceline.core.exchange import Exchange
 
 
 @register
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 class Hogwild(Sync):
     """Lock-free SGD on shared memory: the workers of one host have one set of weights between them.
 
-    Each worker, at its own pace: read w as it is, compute its gradient g, w ← w − η·g in place, without a lock. What
-    two workers write at the same moment may lose one of them; where gradients are sparse they rarely meet, and
-    Embedding(sparse=True) touches only the rows it used. Momentum and Adam's moments are each worker's own.
+    Each worker, at its own pace, reads w as it is, computes its gradient g, and does w ← w − η·g in place, without a
+    lock. When two workers write an element at the same moment, one update may be lost; with sparse gradients that is
+    rare, and Embedding(sparse=True) writes only the rows it used. Each worker has its own momentum and Adam moments.
 
     The memory is made at the first step, from worker 0's weights; nothing is sent after that.
     """
@@ -32,16 +33,16 @@ class Hogwild(Sync):
     name: ClassVar[str] = "hogwild"
     paper: ClassVar[str] = "Niu, Recht, Ré, Wright, Hogwild!, NIPS 2011"
     formula: ClassVar[str] = "0"
-    gives: ClassVar[frozenset[str]] = frozenset({"replicas agree"})  # they are one
-    needs: ClassVar[dict[str, str]] = {
-        "whole parameters": "all workers write all weights; use the layout replicated",
-        "exact mean": "nothing is sent, so there is nothing to compress; leave the reducer out",
+    gives: ClassVar[frozenset[Fact]] = frozenset({Fact.REPLICAS_AGREE})  # there is only one set of weights
+    needs: ClassVar[dict[Fact, str]] = {
+        Fact.WHOLE_PARAMETERS: "all workers write all weights; use the layout replicated",
+        Fact.EXACT_MEAN: "nothing is sent, so there is nothing to compress; leave the reducer out",
     }
-    own_pace: ClassVar[bool] = True
+    is_async: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._homes: dict[int, list[int]] = {}  # bucket -> where each of its parameters lies
+        self._homes: dict[int, list[int]] = {}  # bucket -> the address of each of its parameters
 
     def due(self, step: int) -> bool:
         return False
@@ -60,7 +61,7 @@ class Hogwild(Sync):
 
     @torch.no_grad()
     def _share(self, ex: Exchange) -> None:
-        """Once, all workers together: their parameters become views of one memory."""
+        """Make the parameters of all workers views of one memory. All call it together; only the first call acts."""
         new = [b for b in ex.buckets if b.index not in self._homes]
         if not new:
             return
@@ -83,6 +84,6 @@ class Hogwild(Sync):
             self._homes[b.index] = [s.param.data_ptr() for s in b.slots]
 
     def settle(self, ex: Exchange) -> None:
-        """All have made their last step: what they see now is what all will see."""
+        """Wait until every worker has made its last step, so that all see the same weights."""
         self._share(ex)
         ex.comm.sum(torch.zeros(1)).wait()

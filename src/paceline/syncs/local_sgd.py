@@ -1,4 +1,4 @@
-"""Train alone for some steps, then agree on how far to go."""
+"""Workers train alone for some steps, then average their changes."""
 
 from __future__ import annotations
 
@@ -7,38 +7,41 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
+from paceline.core.facts import Fact
+from paceline.core.parts import Sync
+from paceline.core.pipeline import Task
 from paceline.errors import MethodError
 from paceline.knobs import knob
-from paceline.parts import Sync
-from paceline.pipeline import Task
 from paceline.registry import register
 from paceline.syncs import _moments
 
 if TYPE_CHECKING:
-    from paceline.bucket import Bucket
-    from paceline.exchange import Exchange
+    from paceline.core.bucket import Bucket
+    from paceline.core.exchange import Exchange
 
 
 @register
 @dataclass(kw_only=True)
 class LocalSGD(Sync):
-    """H steps alone, then everyone goes from the common anchor x by the mean of all workers' ways.
+    """H steps alone, then all workers move the common anchor x by the mean of their differences, and continue from it.
 
-    Δᵢ = x − wᵢ,  x ← x − mean(Δᵢ),  wᵢ ← x. What is averaged is the way from the anchor, not the weights: so any
-    reducer can carry it, and what error feedback keeps is in its unit. BatchNorm's averages are agreed on with it.
+    Δᵢ = x − wᵢ,  x ← x − mean(Δᵢ),  wᵢ ← x. Differences from the anchor are averaged, not weights, so any reducer can
+    send them, and error feedback works in the same unit. BatchNorm's running averages are averaged along with them.
 
-    Streaming: with fragments the buckets take turns, so that the bytes come spread over the H steps. With a delay they
-    travel while training goes on. What was trained meanwhile is kept when they arrive: w ← x + (w − w as it was
+    Streaming: with fragments the buckets take turns, so that the bytes are spread over the H steps. With a delay they
+    travel while training goes on. The training done meanwhile is kept when they arrive: w ← x + (w − w as it was
     sent); or mixed, as in Streaming DiLoCo: w ← mix·w + (1 − mix)·x.
     """
 
     name: ClassVar[str] = "local_sgd"
     paper: ClassVar[str] = "Stich, Local SGD converges fast and communicates little, ICLR 2019"
     formula: ClassVar[str] = "as the reducer, once in H steps"
-    gives: ClassVar[frozenset[str]] = frozenset({"differences"})
+    gives: ClassVar[frozenset[Fact]] = frozenset({Fact.DIFFERENCES})
+    acts_before_step: ClassVar[bool] = True
+    acts_after_step: ClassVar[bool] = True
     limit: ClassVar[dict[str, Any]] = {"every": 1}
-    needs: ClassVar[dict[str, str]] = {
-        "whole parameters": "workers train whole replicas between two agreements; use the layout replicated"
+    needs: ClassVar[dict[Fact, str]] = {
+        Fact.WHOLE_PARAMETERS: "workers train whole replicas between two agreements; use the layout replicated"
     }
 
     every: int = knob(8, "H: steps alone between two agreements; more saves bytes, and costs accuracy", low=1)
@@ -52,8 +55,8 @@ class LocalSGD(Sync):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._flying: dict[int, Task[Tensor]] = {}  # bucket -> the mean of its differences, on its way
-        self._sent: dict[int, Tensor] = {}  # bucket -> this worker's weights when they left
+        self._flying: dict[int, Task[Tensor]] = {}  # bucket -> the mean of its differences, under way
+        self._sent: dict[int, Tensor] = {}  # bucket -> this worker's weights when its difference was sent
         for knob_, value in (("fragments", self.fragments), ("delay", self.delay + 1)):
             if value > self.every:
                 raise MethodError(
@@ -70,7 +73,7 @@ class LocalSGD(Sync):
 
     async def before_step(self, b: Bucket, ex: Exchange) -> None:
         if (b.index, "x") not in self.state:
-            self.state[b.index, "x"] = b.weights()  # all workers start from the same
+            self.state[b.index, "x"] = b.weights()  # all workers start with the same weights
 
     async def on_step(self, b: Bucket, ex: Exchange) -> None:
         turn = b.index * self.fragments // len(ex.buckets) * self.every // self.fragments
@@ -97,15 +100,18 @@ class LocalSGD(Sync):
         elif self.momentum == "reset":
             _moments.reset(b, ex)
 
+    def recut(self) -> None:
+        self._sent.clear()
+
     def outer(self, b: Bucket, x: Tensor, delta: Tensor, ex: Exchange) -> Tensor:
-        """The anchor's own step, for which the mean way back is the gradient."""
+        """The new anchor: one step of the outer optimizer, with the mean difference as its gradient."""
         return x - delta
 
     async def centre(self, b: Bucket, ex: Exchange) -> Tensor:
         return self.state[b.index, "x"] if (b.index, "x") in self.state else b.weights()
 
     def settle(self, ex: Exchange) -> None:
-        """What is on its way arrives before its time, on all workers alike."""
+        """Wait for the means under way and apply them early, on all workers alike."""
         for b in ex.buckets:
             if b.index in self._flying:
                 Task(self._arrive(b, ex)).finish()

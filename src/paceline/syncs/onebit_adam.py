@@ -1,4 +1,4 @@
-"""Agree on the momentum, once the variance is known."""
+"""Workers average the momentum instead of the gradients, once the variance is frozen."""
 
 from __future__ import annotations
 
@@ -10,40 +10,42 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from paceline.core.facts import Fact
+from paceline.core.parts import Part, Sync
 from paceline.knobs import knob
-from paceline.parts import KEEPS, Part, Sync
 from paceline.registry import register
 
 if TYPE_CHECKING:
-    from paceline.bucket import Bucket
-    from paceline.exchange import Exchange
+    from paceline.core.bucket import Bucket
+    from paceline.core.exchange import Exchange
 
-FROZEN = "frozen"  # the mark of a parameter whose warm-up is over, beside its moments: saved and loaded with them
+FROZEN = "frozen"  # a key in the optimizer's state of a parameter whose warm-up is over; saved with its moments
 
 
 @register
 @dataclass(kw_only=True)
 class OneBitAdam(Sync):
-    """Adam on the exact mean at first; then its variance v is frozen, and the workers agree on its momentum m.
+    """Adam on the exact mean at first; then its variance v is frozen, and the workers average its momentum m.
 
-    Compressed gradients would spoil v, which is not linear in them; m is. After the warm-up each worker forms
+    Compressed gradients would spoil v, which is not linear in them; m is linear. After the warm-up each worker forms
     mᵢ = β₁·m + (1−β₁)·gᵢ, the reducer estimates M = mean(mᵢ), and p.grad becomes ĝ = (M − β₁·m)/(1−β₁), in gradient
     units, so that clipping and loss scalers keep their meaning. The step is Adam's with m = β₁·m + (1−β₁)·ĝ, and
     both bias corrections go on with the step.
 
-    The warm-up is counted for each parameter by its own updates: one that is added, thawed or first used later has
-    its own, and its bucket travels exactly until then. An element that had no gradient in all of its warm-up (v = 0)
-    stays where it is: noise over a variance of zero would throw it anywhere. In a world of one nothing is exchanged,
-    and this is plain Adam throughout.
+    The warm-up of each parameter is counted by its own updates: a parameter that is added, thawed or first used later
+    has a later warm-up, and its bucket is averaged exactly until that is over. An element that had no gradient in all
+    of its warm-up (v = 0) is not changed afterwards: noise divided by a variance of zero could be any number. With a
+    world_size of 1 nothing is exchanged, and this is plain Adam throughout.
     """
 
     name: ClassVar[str] = "onebit_adam"
     paper: ClassVar[str] = "Tang et al., 1-bit Adam, ICML 2021"
     formula: ClassVar[str] = "2·n·s·(W−1)/W in the warm-up, then as the reducer"
-    gives: ClassVar[frozenset[str]] = frozenset({"replicas agree", KEEPS})  # m is kept, and is not at the loss scale
-    needs: ClassVar[dict[str, str]] = {
-        "optimizer:adam": "it steps by Adam's rule; use torch.optim.Adam or AdamW with amsgrad=False",
-        "whole gradients": "every worker needs the whole momentum; use the layout replicated",
+    # KEEPS_LEFTOVERS: m is in true units, without the loss scale.
+    gives: ClassVar[frozenset[Fact]] = frozenset({Fact.REPLICAS_AGREE, Fact.KEEPS_LEFTOVERS})
+    needs: ClassVar[dict[Fact, str]] = {
+        Fact.ADAM: "it steps by Adam's rule; use torch.optim.Adam or AdamW with amsgrad=False",
+        Fact.WHOLE_GRADIENTS: "every worker needs the whole momentum; use the layout replicated",
     }
 
     warmup: int = knob(100, "updates by plain Adam; too few, and the frozen variance is noise", unit="steps", low=1)
@@ -77,12 +79,12 @@ class OneBitAdam(Sync):
         result = None
         if warm or not frozen:
             for p in frozen:
-                p.grad = None  # the optimizer passes over it
+                p.grad = None  # so that the optimizer skips it
             result = step()
             for p, grad in frozen.items():
                 p.grad = grad
         if frozen:
-            Optimizer.profile_hook_step(_update)(ex.optimizer)  # with the step hooks around it, as its own step has
+            Optimizer.profile_hook_step(_update)(ex.optimizer)  # runs the user's step hooks too, as its own step does
         for p in warm:
             if state[p]["step"] >= self.warmup:
                 state[p][FROZEN] = True
@@ -90,16 +92,16 @@ class OneBitAdam(Sync):
 
 
 def _beta(optimizer: Optimizer, params: list[Tensor]) -> list[float]:
-    """β₁ of each parameter; negative where Adam maximizes, for there m is the mean of −g."""
+    """The β₁ of each parameter; negative if Adam maximizes, because there m is the mean of −g."""
     of = {p: group for group in optimizer.param_groups for p in group["params"]}
     return [float(of[p]["betas"][0]) * (-1 if of[p]["maximize"] else 1) for p in params]
 
 
 @torch.no_grad()
 def _update(optimizer: Optimizer) -> None:
-    """Adam's step for the frozen parameters: all of it but v."""
+    """Adam's step for the frozen parameters, without the update of v."""
     scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-    if found_inf is not None and found_inf > 0:  # a GradScaler leaves both to a fused optimizer
+    if found_inf is not None and found_inf > 0:  # with a fused optimizer, a GradScaler leaves this check to its step
         return
     for group in optimizer.param_groups:
         params = [p for p in group["params"] if p.grad is not None and FROZEN in optimizer.state.get(p, ())]

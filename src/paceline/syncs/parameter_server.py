@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.ballot import finite
+from paceline.core.facts import Fact
+from paceline.core.parts import Sync
+from paceline.core.vote import finite
 from paceline.errors import MethodError
 from paceline.knobs import knob
-from paceline.parts import Sync
 from paceline.registry import register
-from paceline.serving.client import Client
-from paceline.serving.server import OPTIMIZERS
-from paceline.telemetry import Note
+from paceline.server.client import ServerClient
+from paceline.server.server import OPTIMIZERS
+from paceline.telemetry.events import Note
 
 if TYPE_CHECKING:
-    from paceline.bucket import Bucket
-    from paceline.exchange import Exchange
+    from paceline.core.bucket import Bucket
+    from paceline.core.exchange import Exchange
 
 _ELEMENTWISE = f"servers step ranges of the weights by {', '.join(OPTIMIZERS)}"
-_OTHERS = [cls.__name__ for cls in vars(torch.optim).values() if isinstance(cls, type) and issubclass(cls, Optimizer)]
 
 
 @register
@@ -34,10 +34,10 @@ _OTHERS = [cls.__name__ for cls in vars(torch.optim).values() if isinstance(cls,
 class ParameterServer(Sync):
     """Server s holds range s of all weights w and the optimizer's state. Worker i at clock c: push gᵢ, pull w.
 
-    sequential: the server waits for everybody's gᵢ of clock c and makes one step by their mean: as every_step.
-    bounded: each push is a step of its own, with 1/W of the learning rate, at once; who is more than τ clocks ahead
+    sequential: the server waits for all gᵢ of clock c and makes one step by their mean: as every_step.
+    bounded: each push is a step of its own, with 1/W of the learning rate, at once; a worker more than τ clocks ahead
     of the slowest waits, so what is read has every update older than c − τ (stale synchronous parallel, Ho et al.,
-    2013). eventual: nobody ever waits.
+    2013). eventual: no worker ever waits.
 
     A server is a process, started by a worker and gone with it. The optimizer's own step is not made at the worker: its
     options (learning rate, ...) travel with the push. A gradient that is not finite is not pushed; the clock goes on.
@@ -46,19 +46,16 @@ class ParameterServer(Sync):
     name: ClassVar[str] = "parameter_server"
     paper: ClassVar[str] = "Li et al., Scaling distributed machine learning with the parameter server, OSDI 2014"
     formula: ClassVar[str] = "n·s to the servers, and as much back"
-    needs: ClassVar[dict[str, str]] = {
-        "whole parameters": "a worker reads all weights; use the layout replicated",
-        "exact mean": "gradients go to the servers whole; leave the reducer exact",
+    needs: ClassVar[dict[Fact, str]] = {
+        Fact.WHOLE_PARAMETERS: "a worker reads all weights; use the layout replicated",
+        Fact.EXACT_MEAN: "gradients go to the servers whole; leave the reducer exact",
     }
-    refuses: ClassVar[dict[str, str]] = {
-        f"optimizer:{name}": f"not {name}: {_ELEMENTWISE}" for name in _OTHERS if name not in OPTIMIZERS
-    }
-    own_pace: ClassVar[bool] = True
+    is_async: ClassVar[bool] = True
     limit: ClassVar[dict[str, Any]] = {"consistency": "sequential"}
 
     servers: int = knob(1, "processes that share the weights; server s runs beside worker s mod W", low=1, high=1024)
     consistency: Literal["sequential", "bounded", "eventual"] = knob(
-        "sequential", "whom a worker waits for: everybody in every step, those more than `delay` behind, nobody"
+        "sequential", "which workers are waited for: all in every step, those more than `delay` behind, none"
     )
     delay: int = knob(4, "τ, of bounded: how far the fastest may be ahead of the slowest", unit="steps", low=0)
     scale: Literal["none", "age"] = knob(
@@ -67,8 +64,12 @@ class ParameterServer(Sync):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._client: Client | None = None
-        self._missed: Counter[int] = Counter()  # so many updates by others: how often
+        self._client: ServerClient | None = None
+        self._missed: Counter[int] = Counter()  # number of updates by others that a push had missed -> how often
+
+    def check(self, optimizer: Optimizer) -> None:
+        if (kind := type(optimizer)) not in OPTIMIZERS.values():
+            raise MethodError(f"{self.name} does not go together with {kind.__name__}", why=_ELEMENTWISE)
 
     def due(self, step: int) -> bool:
         return False
@@ -79,7 +80,7 @@ class ParameterServer(Sync):
             self._open(ex).pass_over()
             self._pull(ex)
             return result
-        vars(ex.optimizer)["_opt_called"] = True  # as an LR scheduler's mark on `step` would note
+        vars(ex.optimizer)["_opt_called"] = True  # the mark by which an LR scheduler knows that a step was made
         return Optimizer.profile_hook_step(lambda _: self._exchange(ex))(ex.optimizer)  # with the step hooks around it
 
     def _exchange(self, ex: Exchange) -> None:
@@ -97,31 +98,29 @@ class ParameterServer(Sync):
             self.state.commit()
         return missed
 
-    def _open(self, ex: Exchange) -> Client:
-        """At the first step the servers are started, and worker 0 tells them where to begin."""
+    def _open(self, ex: Exchange) -> ServerClient:
+        """The client; at the first step the servers are started, and worker 0 tells them where to begin."""
         if self._client is None:
-            if (kind := type(ex.optimizer)) not in OPTIMIZERS.values():
-                raise MethodError(f"{self.name} does not go together with {kind.__name__}", why=_ELEMENTWISE)
-            self._client = Client(ex, self.servers)
+            self._client = ServerClient(ex, self.servers)
             if ex.rank == 0:
                 knobs = {"consistency": self.consistency, "delay": self.delay, "scale": self.scale}
-                self._client.begin(self.state, ex.world, **knobs)
+                self._client.begin(self.state, ex.world_size, **knobs)
         self._client.ranges.check(ex)
         return self._client
 
     async def centre(self, b: Bucket, ex: Exchange) -> Tensor:
-        return b.weights()  # `settle` has made them everybody's
+        return b.weights()  # `settle` has made them equal on all workers
 
     def settle(self, ex: Exchange) -> None:
-        """All have pushed all there is, and read the same; worker 0 remembers what the servers do, for a checkpoint."""
+        """Wait until all have pushed and read the same weights; worker 0 keeps the servers' state for a checkpoint."""
         ex.comm.sum(torch.zeros(1)).wait()
         if self._client is not None:
             self._pull(ex, settles=True)
             self._tell(ex)
-        ex.comm.sum(torch.zeros(1)).wait()  # nobody goes on, and no server goes away, before all have read
+        ex.comm.sum(torch.zeros(1)).wait()  # no worker goes on, and no server ends, before all have read
 
     def _tell(self, ex: Exchange) -> None:
-        """How stale this worker's gradients were, since the last time."""
+        """Report how stale this worker's gradients were since the last report."""
         if pushes := self._missed.total():
             shown = ", ".join(f"{missed}: {times}" for missed, times in sorted(self._missed.items()))
             text = f"updates by others that a push had missed, and how often: {shown}"
@@ -131,7 +130,7 @@ class ParameterServer(Sync):
 
 
 def _hidden(step: Callable[[], Any], optimizer: Optimizer) -> Any:
-    """The step is made, and finds no gradient: a warning is given, and nothing else happens."""
+    """Make the optimizer's step without any gradient, so that its hooks run and no weight changes."""
     held = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
     try:
         for p, _ in held:

@@ -1,4 +1,4 @@
-"""Together while the learning rate is high, alone after it has dropped."""
+"""Synchronous SGD while the learning rate is high, local SGD after it has dropped."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from paceline.registry import register
 from paceline.syncs.local_sgd import LocalSGD
 
 if TYPE_CHECKING:
-    from paceline.bucket import Bucket
-    from paceline.exchange import Exchange
+    from paceline.core.bucket import Bucket
+    from paceline.core.exchange import Exchange
 
-DROP = 0.5  # of the highest learning rate so far: below it has dropped, and is not just falling
+DROP = 0.5  # share of the highest learning rate so far; a rate above it only decays, a rate below it has dropped
 
 
 @register
 @dataclass(kw_only=True)
 class PostLocalSGD(LocalSGD):
-    """Every gradient is agreed on, exactly, until step `start`, or until the first drop of the learning rate; then
-    local_sgd.
+    """Gradients are averaged exactly until step `start`, or until the learning rate first drops; then local_sgd.
 
-    While the learning rate is high, workers that train alone drift apart too far; once it is low, being apart a
-    little even helps to find flat minima. A drop is a fall below half of the highest learning rate so far, seen in
-    the first parameter group.
+    While the learning rate is high, workers that train alone drift apart too far; once it is low, a little drift even
+    helps to find flat minima. A drop is a fall below half of the highest learning rate so far, in the first parameter
+    group.
     """
 
     name: ClassVar[str] = "post_local_sgd"
@@ -40,7 +39,7 @@ class PostLocalSGD(LocalSGD):
         return not self.due(step) and super().agrees(step)
 
     async def on_grad(self, b: Bucket, ex: Exchange) -> None:
-        await ex.exact(b.flat)  # the reducer is for differences: leftovers of two kinds must not mix
+        await ex.exact(b.flat)  # the reducer's leftovers are differences of weights, and must not mix with gradients
 
     async def before_step(self, b: Bucket, ex: Exchange) -> None:
         if not self.due(ex.step):

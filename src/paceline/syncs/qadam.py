@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.parts import Part
+from paceline.core.parts import Part
 from paceline.registry import register
 from paceline.syncs.onebit_adam import OneBitAdam
 
@@ -13,9 +13,9 @@ from paceline.syncs.onebit_adam import OneBitAdam
 @register
 @dataclass(kw_only=True)
 class QAdam(OneBitAdam):
-    """As onebit_adam, with the momentum averaged by int8's scatter-gather in place of one bit each.
+    """1-bit Adam with the momentum averaged by the reducer int8 instead of by signs.
 
-    Eight bits are near enough to go without error feedback: nothing is remembered but Adam's own moments.
+    Eight bits are precise enough without error feedback: there is no state besides Adam's own moments.
     """
 
     name: ClassVar[str] = "qadam"

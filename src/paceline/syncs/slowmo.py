@@ -1,4 +1,4 @@
-"""Local SGD with a momentum of its own between agreements."""
+"""Local SGD with a second, slow momentum on the averaged changes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from paceline.registry import register
 from paceline.syncs.local_sgd import LocalSGD
 
 if TYPE_CHECKING:
-    from paceline.bucket import Bucket
-    from paceline.exchange import Exchange
+    from paceline.core.bucket import Bucket
+    from paceline.core.exchange import Exchange
 
 
 @register
 @dataclass(kw_only=True)
 class SlowMo(LocalSGD):
-    """As local_sgd, and the anchor keeps moving the way it went: u ← β·u + Δ/γ,  x ← x − α·γ·u.
+    """Local SGD with a slow momentum u for the anchor: u ← β·u + Δ/γ,  x ← x − α·γ·u.
 
-    γ is the optimizer's learning rate at the agreement, so that u is in units of gradients and survives a schedule.
+    γ is the optimizer's learning rate at that moment, so that u is in units of gradients and stays right when a
+    schedule changes the learning rate.
     """
 
     name: ClassVar[str] = "slowmo"

@@ -1,0 +1,844 @@
+"""The step, as one straight block. It is handed parts and never asks what they are.
+
+[Note: life of a gradient] One gradient of one parameter on its way from autograd to the weights. Each state has one
+owner, the only one who changes it:
+
+    state      what it is                                      owner               left by
+    ─────────  ──────────────────────────────────────────────  ──────────────────  ───────────────────────────────────
+    arrived    autograd has written p.grad                     Slot.arrived        Engine.arrive (hooks.py calls it)
+    loaded     copied into its bucket's flat vector, weighed   Bucket.take         Engine._load, when the bucket is full
+    ready      its bucket may leave, by the order's word       Engine._ready       Order.next
+    sent       its bucket's coroutine is under way             Pipeline            Pipeline.drain
+    landed     the mean, or this worker's shard of it, is here Bucket.keep         Engine.land
+    bound      p.grad shows the mean                           Bucket.bind         the user: clip, unscale, step()
+    decided    the workers know whether the step counts        Engine.decide       the same verdict on every worker
+    applied    the optimizer has stepped                       Layout.apply        Layout.publish, Sync.on_step
+    over       counters moved on, parts committed              Engine.over         the next backward
+
+              backward                          end of backward        step()
+    p.grad ──► arrived ─► loaded ─► ready ─► sent ─► landed ─► bound ─► decided ─┬─► applied ─► over
+                  │                                    ▲                         └─► rolled back: no part of the
+                  └── held back (no_sync, accumulate) ─┘                             step leaves a trace
+
+An order that crosses the step barrier (overlap.py) changes one arrow: `step()` returns before `landed`, and each
+bucket is decided and applied when the next forward needs it. A sync that does not exchange gradients leaves out
+`ready`, `sent` and `landed`: p.grad stays this worker's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from paceline.comm.group import Group
+from paceline.comm.protocol import Comm
+from paceline.core import consensus, transfer
+from paceline.core.bucket import Bucket, Slot
+from paceline.core.buffers import Buffers
+from paceline.core.by_hand import ByHand
+from paceline.core.cutting import cut
+from paceline.core.exchange import Exchange, no_scale, no_trace
+from paceline.core.facts import Fact
+from paceline.core.guard import Guard, Mode
+from paceline.core.overlap import Overlap
+from paceline.core.parts import Event, Parts
+from paceline.core.pipeline import Pipeline
+from paceline.core.replicas import Replicas
+from paceline.core.vote import NOT_FINITE, Bad, LateReading, Place, Verdict, Vote, not_finite
+from paceline.core.window import BatchInHand, Window
+from paceline.errors import MethodError, UsageError
+from paceline.telemetry.recorder import Recorder
+
+Watch = list[RemovableHandle]
+_SETTINGS = 1 << 31  # hashes of the optimizer's settings are below this
+
+
+class GradientHooks(Protocol):
+    """How an engine hears of gradients: hooks.py."""
+
+    def arrivals(self, engine: Engine, b: Bucket) -> Watch:
+        """Call `engine.arrive` when a gradient of this bucket is there."""
+
+    def weights(self, engine: Engine, b: Bucket) -> Watch:
+        """Multiply this bucket's gradients by `window.scale` before they are accumulated."""
+
+    def cross(self, engine: Engine) -> None:
+        """Let every layer wait for its own parameters: overlap.py."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How an engine goes about its work."""
+
+    accumulate: int = 1  # micro-batches to a step
+    summed: bool = False  # the loss is a sum over samples, not their mean
+    guard: Mode = "skip"
+    check_replicas: int = 0  # steps between two looks whether the replicas agree; 0: never
+    bucket_bytes: int = 4 << 20
+    first_bytes: int = 1 << 20  # of the first bucket: the sooner it is full, the sooner the wire is busy
+    lane: str = "gradients"
+    shares_backward: bool = False  # one backward may feed other engines too
+    averages_buffers: bool = True  # another engine of the same models does it, if not
+    device_verdict: bool | None = None  # the optimizer skips on the device; None: where gradients are on a GPU
+
+
+class Engine:
+    """One optimizer's parameters, and what happens to their gradients: [Note: life of a gradient]."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        named: Callable[[], list[tuple[str, Tensor]]],
+        method: Parts,
+        group: Group,
+        *,
+        recorder: Recorder,
+        hooks: GradientHooks,
+        buffers: Buffers | None = None,
+        options: EngineOptions | None = None,
+        loss_scale: Callable[[], Tensor | None] = no_scale,
+        on_resume: Callable[[object], None] | None = None,
+    ) -> None:
+        """named: the optimizer's parameters with their names, in the order the models registered them."""
+        self.optimizer, self.named, self.group, self.recorder = optimizer, named, group, recorder
+        self.options = options or EngineOptions()
+        self.bucket_bytes, self.first_bytes = self.options.bucket_bytes, self.options.first_bytes
+        self.ex = Exchange(
+            method,
+            group,
+            optimizer,
+            recorder,
+            lane=self.options.lane,
+            loss_scale=loss_scale,
+            about=on_resume or no_trace,
+        )
+        self.guard = Guard(self.options.guard, group, recorder)
+        self.window = Window(group, self.options.accumulate, summed=self.options.summed)
+        self.pipeline = Pipeline(on_resume)
+        self.buckets = self.ex.buckets
+        self.by_hand = ByHand(self)
+        self.replicas = Replicas(self, self.options.check_replicas)
+        self.under_way = False  # a backward is
+        self.asked = False  # to step; loss_scale.py looks whether a loss scaler did
+        self.exchanged = self.landed = False  # the gradients of this step have left; their means are here
+        self._gradient_hooks = hooks
+        self._hooks: Watch = []
+        self._listeners: list[Callable[[], None]] = []
+        self.buffers = buffers or Buffers()
+        self._trainable: list[tuple[int, bool, torch.dtype, torch.device]] = []
+        self._weighs = False  # workers' batches have differed
+        self._coming: list[Bucket] = []  # of this backward, by index: not full yet, or one before them is not
+        self._final: Bucket | None = None  # the last of them to be ready
+        self._ready: list[Bucket] = []  # chunks that could leave
+        self._out: list[Bucket] = []  # chunks that have left
+        self._sends = False
+        self._backwards = 0
+        self._sent_before = 0  # payload bytes that telemetry has heard of
+        self._unread: tuple[LateReading, bool] | None = None  # the verdict on the last step, and: on this worker alone
+        self.stored: transfer.Luggage | None = None  # what the parts remembered, while this worker is alone
+        self._settle_in()
+
+    def _settle_in(self) -> None:
+        """What depends on who is in the group and which method is used."""
+        method, params = self.method, [p for group in self.optimizer.param_groups for p in group["params"]]
+        rests = method.layout.rests(params)
+        # Alone there is nobody to agree with, and gradients are left as they are.
+        self.idle = self.group.world_size == 1 and self.window.accumulate == 1 and rests and not self.window.no_sync
+        self.vote = Vote(
+            self._vote_lane,
+            guard=self.guard.mode != "off",
+            whispers=self.ex.exact_everywhere and not self.options.device_verdict,
+            late=method.sync.lag(),
+        )
+        self.overlap = Overlap(self)
+        if self.options.averages_buffers:
+            self.buffers.cut(self.group.world_size, self.bucket_bytes)
+        if not self.idle:
+            self.buffers.keep()
+        self.window.scale = self.window.usual
+        self._weighs = self._weighs or self.window.scale != 1.0
+
+    @property
+    def method(self) -> Parts:
+        """One part for each axis."""
+        return self.ex.method
+
+    @property
+    def comm(self) -> Comm:
+        """The lane of the gradients."""
+        return self.ex.comm
+
+    @property
+    def buffer_buckets(self) -> list[Bucket]:
+        """The buffers that this engine averages over the workers."""
+        return self.buffers.buckets if self.options.averages_buffers else []
+
+    def _vote_lane(self) -> Comm:
+        """An update that crosses the barrier is decided while the gradients' lane is still busy."""
+        return self.ex.background if self.method.order.crosses else self.ex.comm
+
+    # ------------------------------------------------------------------------------------------------ before backward
+
+    def refresh(self) -> None:
+        """Take up parameters that were added or thawed since; all workers must have done the same."""
+        if self.idle:
+            return
+        groups = self.optimizer.param_groups
+        now = [(id(p), p.requires_grad, p.dtype, p.device) for group in groups for p in group["params"]]
+        if now == self._trainable:
+            return
+        self._follow_cast()
+        named = self.named()
+        known = {id(s.param) for b in self.buckets for s in b.slots}
+        new = [(name, p) for name, p in named if p.requires_grad and id(p) not in known]
+        if self._trainable:
+            said = "\n".join(f"{name} {'trained' if p.requires_grad else 'frozen'}" for name, p in named)
+            self.comm.agree(f"trainable parameters at step {self.ex.step}", said)
+        chunk_bytes = self.method.order.chunk_bytes() if self.method.reducer.cuttable() else None
+        world_size = self.group.world_size
+        for b in cut(new, world_size, self.bucket_bytes, self.first_bytes, self.method.reducer.kind):
+            b.index = len(self.buckets)
+            if chunk_bytes:
+                b.divide(chunk_bytes, world_size)
+            self.buckets.append(b)
+            self._hooks += self._gradient_hooks.arrivals(self, b)
+            if self._weighs:
+                self._hooks += self._gradient_hooks.weights(self, b)
+            self.method.layout.own(b, self.ex)
+        self._trainable = now
+
+    def _follow_cast(self) -> None:
+        """The user has cast or moved parameters: their gradients need other buckets."""
+        if self._cast():
+            if self.exchanged or self.window.several or self.under_way:
+                self._refuse_cast()
+            with self._cut_anew():
+                pass
+
+    def _cast(self) -> list[Slot]:
+        """The parameters that are not what their bucket was made for any more, where the layout can follow that."""
+        if not self.method.layout.follows_casts:
+            return []
+        return [s for b in self.buckets for s in b.slots if (s.param.dtype, s.param.device) != (s.view.dtype, b.device)]
+
+    def _refuse_cast(self) -> None:
+        """Refuse a backward, or a step, of parameters that were cast or moved, and no forward has come since."""
+        if cast := self._cast():
+            raise UsageError(
+                f"{cast[0].name} became {cast[0].param.dtype} on {cast[0].param.device} in the middle of a step",
+                why="a model that is cast or moved after prepare is followed when its forward is called",
+                do="cast it before prepare, or between optimizer.step() and a call of the prepared model itself",
+            )
+
+    def on_forward(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called when a forward in training begins."""
+        self._listeners.append(listener)
+
+    def forward(self) -> None:
+        """A forward in training begins."""
+        self.refresh()
+        for listener in self._listeners:
+            listener()
+
+    def take_batch(self, batch: BatchInHand, loader: int = 0) -> None:
+        """A loader hands out a batch. loader: its number."""
+        self.window.take(batch, loader, trains=torch.is_grad_enabled())
+        self._weigh_arrivals()
+
+    def loop_ended(self, loader: int) -> None:
+        """The loop over a loader has come to its end."""
+        self.window.ended(loader)
+        self._weigh_arrivals()
+
+    def _weigh_arrivals(self) -> None:
+        """Gradients are multiplied on arrival from the first time on that a worker's share is not the usual one."""
+        if self.window.scale != 1.0 and not self._weighs:
+            self._weighs = True
+            for b in self.buckets:
+                self._hooks += self._gradient_hooks.weights(self, b)
+
+    # ------------------------------------------------------------------------------------------------ during backward
+
+    def begin(self) -> None:
+        """The first gradient of a backward has arrived."""
+        if self.exchanged and self.landed and self._thrown_away():
+            self.rollback()
+            self.window.over()
+        self._refuse_cast()
+        self.window.count()
+        self._arm(sends=self.window.closing and self.method.sync.due(self.ex.step))
+
+    def _arm(self, *, sends: bool) -> None:
+        self.under_way, self._sends = True, sends
+        self._backwards += 1
+        self.vote.begin(self._place())
+        self._coming, self._ready, self._out = [b for b in self.buckets if b.active], [], []
+        self._final = self._coming[-1] if self._coming else None
+        for b in self._coming:
+            b.arm()
+
+    def _thrown_away(self) -> bool:
+        """Has the user thrown all gradients of an earlier backward away, though not by `optimizer.zero_grad()`?
+
+        Then what the parts have kept back of them goes too. The first gradient of the next backward is there by now.
+        """
+        slots = [s for b in self.buckets for s in b.slots if s.known is not None]
+        kept = [s for s in slots if s.param.grad is not None]
+        return bool(slots) and len(kept) <= 1 and all(s.param.grad is not s.known for s in kept)
+
+    def _place(self) -> Place:
+        """Where this worker is: all must be there together."""
+        groups = self.optimizer.param_groups
+        values = (
+            x for group in groups for value in group.values() for x in (value if type(value) is tuple else (value,))
+        )
+        settings = hash(tuple(x for x in values if isinstance(x, (int, float)))) % _SETTINGS
+        rate = groups[0].get("lr")
+        rate = float(rate) if isinstance(rate, (int, float)) else 0.0  # in a tensor it may be on a GPU
+        return Place(self.ex.step, self._backwards, self.window.number, settings, rate)
+
+    def arrive(self, b: Bucket, slot: Slot) -> None:
+        """Autograd has accumulated a parameter's gradient."""
+        b.arrive(slot)
+        while self._sends and self._coming and self._coming[0].full:
+            self._load(self._coming[0])
+            self._next()
+
+    def _next(self) -> None:
+        """A bucket is ready, full or not. Buckets become ready by index, on every worker alike."""
+        self._ready += self._coming.pop(0).chunks
+        self._send(Event.READY)
+
+    def _send(self, event: Event) -> None:
+        at_once = self.method.layout.at_once
+        for b in list(self.method.order.next(self._ready, self._out, event)):
+            self._ready.remove(b)
+            self._out.append(b)
+            b.step = self.ex.step
+            if self._final and b is self._final.chunks[0]:
+                self.vote.close(self._final, self.buckets, self.pipeline.backlog())
+            self.pipeline.start(self.ex.grad(b), b.whole, b.flat.nbytes)
+            # Two engines that share a backward might wait for each other.
+            if len(self._out) > at_once and not self.options.shares_backward:
+                with self.waiting():
+                    self.pipeline.drain(left=at_once)
+
+    def _load(self, b: Bucket) -> None:
+        b.take()
+        b.flat[b.n :].zero_()  # a mean that is not exact may have left something in the padding
+        if (factor := self.window.factor()) != 1.0:
+            b.flat.mul_(factor)
+        if self._sends:
+            self.vote.look(b)
+
+    def flush(self) -> None:
+        """Backward has ended: what is not on its way yet goes now, full or not."""
+        self.under_way = False
+        for b, s in self.by_hand.changed():
+            if not s.arrived and s.param.grad is not s.view:
+                self._weigh_by_hand(s)
+                b.arrive(s)
+        if not self.window.closing:
+            for b in self._coming:
+                b.take()
+                b.hide()
+            return
+        if self._sends:
+            for b in self._coming:
+                self._load(b)
+            self._send_rest()
+        elif self.window.several:
+            for b in self._coming:
+                self._load(b)
+                b.bind([s.arrived for s in b.slots])
+        if self.window.several:
+            self.window.close()
+            self._weigh_arrivals()
+
+    def drop_gradients(self) -> None:
+        """The backward under way has raised: no gradient of this step may reach a later one."""
+        for b in self.buckets:
+            b.drop_fresh()
+
+    def give_up(self) -> None:
+        """The backward under way has raised: what the others wait for is sent as zeros, and its step does not count."""
+        self.under_way = False
+        self.guard.gave_up()
+        self.window.uncount()
+        if not self._sends:
+            return
+        self.vote.gave_up = True
+        for b in self._coming:
+            b.zero()
+        self._send_rest()
+        with self.waiting():
+            self.pipeline.drain()
+            self.vote.used(self.buckets)
+        self.buffers.give_back()
+        self.exchanged = True
+        self.rollback()
+        self.window.over()
+
+    def _send_rest(self) -> None:
+        early = self.overlap.on  # the next forward asks for the verdict and the buffers first
+        if early and not (self._final and self.vote.whispers_in(self._final)):
+            self.vote.call(self.buckets, self.pipeline.backlog())
+        if early:
+            self._share_buffers()
+        while self._coming:
+            self._next()
+        self._send(Event.END)
+        self.pipeline.rearrange(self.method.order.urgency)
+        if not early:
+            self.vote.call(self.buckets)
+            self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        if self.options.averages_buffers:
+            self.buffers.follow()
+        for b in self.buffer_buckets:
+            self.pipeline.start(self.buffers.agree(b, lambda b: self.method.sync.on_buffers(b, self.ex)), b)
+
+    def finish(self) -> None:
+        """Wait for the means, so that p.grad is what the user sees; an overlap waits later."""
+        if not self._sends:
+            return
+        self.exchanged, self.landed = True, False
+        if not self.overlap.on or any(s.sparse for b in self.buckets for s in b.slots):
+            self.land()
+            return
+        for b in self.buckets:  # whoever asks for them waits first, and then finds them there
+            b.bind([s.arrived for s in b.slots])
+        self.by_hand.bound()
+
+    def land(self) -> None:
+        """Wait for the means and bind them to p.grad."""
+        with self.waiting():
+            self.pipeline.drain()
+            used = self.vote.used(self.buckets)
+        self.landed = True
+        if self.vote.ballot and not self.ex.exact_everywhere:
+            self._poison(self.vote.ballot.any_not_finite())
+        for b in self.buckets:
+            b.bind(used[b.index])
+        self.by_hand.bound()
+
+    def land_beside(self) -> None:
+        """Wait for the means, and leave what the user has put in their place, None included."""
+        own = [(s, s.param.grad) for b in self.buckets for s in b.slots if s.param.grad is not s.known]
+        self.land()
+        for s, g in own:
+            s.param.grad = g
+
+    def _poison(self, bad: Tensor) -> None:
+        """A reducer may hide an infinity of one worker; a loss scaler must see it on all. One element is enough."""
+        nan = torch.where(bad, math.nan, 0.0)
+        for b in filter(lambda b: b.active, self.buckets):
+            b.kept[:1].add_(nan.to(b.kept.device))
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time and bytes go to telemetry; after a failure nothing that was under way is used again."""
+        began = time.perf_counter()
+        try:
+            yield
+        except BaseException:
+            self.pipeline.abandon()
+            for b in self.buckets:
+                b.abandon()
+            raise
+        self.recorder.wait_s += time.perf_counter() - began
+        self._count_bytes()
+
+    def _count_bytes(self) -> None:
+        """Tell telemetry what was sent since the last time."""
+        sent = self.ex.sent
+        self.recorder.sent += sent - self._sent_before
+        self._sent_before = sent
+
+    # ------------------------------------------------------------------------------------------------ the step
+
+    def step(self, do: Callable[[], Any], *, brings_gradients: bool = False) -> Any:
+        """The user called optimizer.step(); `do` is the optimizer's own. brings_gradients: it runs backward itself."""
+        self.asked = True
+        if self.idle:
+            self.ex.step += 1
+            return do()
+        self.window.use()
+        due = self.method.sync.due(self.ex.step)
+        if due and not self.exchanged and (new := self.by_hand.changed()):
+            self.take_up(new)
+        if not self.window.closing:
+            self.window.micro += 1
+            return None
+        self.read_verdict()
+        if not self.exchanged and due:
+            if brings_gradients:
+                return self._make(do)
+            self._arm(sends=True)  # no gradient arrived here, or all were held back: join the others now
+            self.flush()
+            self.finish()
+        if self.exchanged and not self.landed:
+            if self.overlap.can_wait():
+                self.window.over()
+                return self.overlap.defer(do)
+            self.overlap.barrier()
+        if self.exchanged and Fact.REPLICAS_AGREE in self.ex.facts and not self.vote.late:
+            self.by_hand.agree()
+        if self._decides_on_device():
+            return self._make(lambda: self._step_on_device(do))
+        verdict = self.decide()
+        if verdict is Verdict.SKIP:
+            self.window.over()
+            return None
+        return self._make(do if verdict is Verdict.COMMIT else lambda: None)
+
+    def take_up(self, new: Sequence[tuple[Bucket, Slot]]) -> None:
+        """Exchange gradients that no hook has announced, as if a backward had brought them: [Note: by hand]."""
+        self.begin()
+        for b, s in new:
+            self._weigh_by_hand(s)
+            self.arrive(b, s)
+        self.flush()
+        self.finish()
+
+    def _weigh_by_hand(self, s: Slot) -> None:
+        """What `GradientHooks.weights` does with a gradient that a hook announces."""
+        if (scale := self.window.scale) != 1.0:
+            assert s.param.grad is not None
+            s.param.grad = s.param.grad * scale if scale else torch.zeros_like(s.param.grad)
+
+    def before_clipping(self, grads: Sequence[Tensor]) -> bool:
+        """Torch is about to clip these gradients. Gives: are any of them ours?"""
+        if self.idle:
+            return False
+        due = self.window.closing and (self.exchanged or self.method.sync.due(self.ex.step))
+        return due and Fact.REPLICAS_AGREE in self.ex.facts and self.by_hand.before_clipping(grads)
+
+    def after_clipping(self) -> None:
+        """Torch has clipped, alike on all workers."""
+        self.by_hand.note()
+
+    def decide(self) -> Verdict:
+        """Does the step count? Decided here and nowhere else, alike on all workers that step together."""
+        alone = not self.exchanged
+        bad = self._bad_alone() if alone else self.vote.bad()
+        if bad:
+            self.buffers.give_back()
+        if bad and (alone or self.vote.late):  # the others have made their step, or these gradients have left
+            self.guard.skipped(self.ex.step - self.vote.late, bad, alone=alone)
+            return Verdict.SIT_OUT
+        if not self.method.membership.commit(not bad):
+            step = self.ex.step
+            self.rollback()
+            self.guard.skipped(step, bad)
+            return Verdict.SKIP
+        self.guard.counted()
+        self.guard.name_unused(self.buckets, self.overlap.used if self.overlap.under_way else None)
+        self.buffers.keep()
+        return Verdict.COMMIT
+
+    def _bad_alone(self) -> Bad:
+        """Gradients that no other worker sees: this worker, if they are not finite."""
+        if self.guard.mode == "off":
+            return {}
+        bad = not_finite(s.param for b in self.buckets for s in b.slots)
+        return {self.group.rank: NOT_FINITE} if bad is not None and bool(bad) else {}
+
+    # [Note: verdict on the device], vote.py
+
+    def _decides_on_device(self) -> bool:
+        """Can the optimizer skip by a tensor, with nothing of the step staged that the host would have to undo?"""
+        wanted = self.options.device_verdict
+        if wanted is None:
+            wanted = any(b.flat.is_cuda for b in self.buckets)
+        return (
+            wanted
+            and self.guard.mode != "raise"
+            and self.vote.late == 0
+            and (not self.exchanged or (self.ex.exact_everywhere and self.vote.ballot is not None))
+            and self.ex.loss_scale() is None
+            and (self.guard.mode == "off" or takes_found_inf(self.optimizer))
+            and not any(part.state.staged for part in self.method.parts())
+        )
+
+    def _step_on_device(self, do: Callable[[], Any]) -> Any:
+        """The optimizer's step, skipped on the device if gradients are not finite; the host hears of it later."""
+        self.guard.name_unused(self.buckets)
+        alone, guarded, rank = not self.exchanged, self.guard.mode != "off", self.group.rank
+        bad: Tensor | None = None
+        if alone and guarded:
+            bad = not_finite(s.param for b in self.buckets for s in b.slots)
+            if bad is not None:
+                self._unread = (
+                    LateReading(bad.reshape(1).double(), lambda found: {rank: NOT_FINITE} if found[0] else {}),
+                    True,
+                )
+        elif not alone:
+            assert self.vote.ballot is not None
+            bad = self.vote.ballot.any_bad() if guarded else None
+            self._unread = self.vote.ballot.read_late(), False
+        if bad is None:
+            return do()
+        optimizer: Any = self.optimizer
+        optimizer.found_inf, optimizer.grad_scale = bad.to(torch.float32), None
+        try:
+            return do()
+        finally:
+            del optimizer.found_inf, optimizer.grad_scale
+            if not alone:
+                self.buffers.give_back_where(bad)
+            self.buffers.keep()
+
+    def read_verdict(self) -> None:
+        """Hear whether the last step counted, where the device decided. One that did not is said and not counted."""
+        if self._unread is None:
+            return
+        (reading, alone), self._unread = self._unread, None
+        if not (bad := reading.bad()):
+            self.guard.counted()
+            return
+        step = self.ex.step - 1
+        if not alone:
+            self.ex.step = step
+        self.guard.skipped(step, bad, alone=alone)
+
+    def left_out(self) -> None:
+        """A loss scaler found infinities and did not call `step`.
+
+        Where gradients are agreed on, all the other workers' scalers found them too. Where they are this worker's own,
+        the others go on, and it must not miss what they agree on after the step.
+        """
+        if not (self.idle or self.exchanged or self.method.sync.due(self.ex.step)):
+            self._make(lambda: None)
+
+    @torch.no_grad()
+    def _make(self, do: Callable[[], Any]) -> Any:
+        """Make the step: the optimizer's, and what all workers do together around it."""
+        sync, layout = self.method.sync, self.method.layout
+        if sync.acts_before_step:
+            self._together(self.ex.before_step)
+        if not self.exchanged:
+            self._add_carry()
+        self.commit()
+        with torch.enable_grad():
+            result = sync.apply(lambda: layout.apply(do, self.ex), self.ex)
+        if sync.acts_after_step or layout.publishes:
+            agrees = not self.exchanged and sync.agrees(self.ex.step)
+            self._together(self.ex.after_step, buffers=agrees)
+            self.commit()
+            if agrees:
+                self.buffers.keep()
+        self.over(made=True)
+        self.window.over()
+        return result
+
+    def _add_carry(self) -> None:
+        """Gradients that are not exchanged take what an earlier method had kept back here."""
+        for b in self.buckets:
+            if (kept := self.ex.carry.take(b)) is not None:
+                for s, x in zip(b.slots, b.views(kept), strict=True):
+                    s.param.grad = x.clone() if s.param.grad is None else s.param.grad.add_(x)
+
+    def _together(self, what: Callable[[Bucket], Coroutine[Any, None, None]], *, buffers: bool = False) -> None:
+        with self.waiting():
+            for b in self.buckets:
+                b.step = self.ex.step
+                self.pipeline.start(what(b), b)
+                self.pipeline.drain(left=self.method.layout.at_once)
+            if buffers:
+                self._share_buffers()
+            self.pipeline.drain()
+
+    def commit(self) -> None:
+        """What the parts have staged becomes real."""
+        for part in self.method.parts():
+            part.state.commit()
+        self.ex.carry.commit()
+
+    def rollback(self) -> None:
+        """The step is given up: what the parts have staged is forgotten."""
+        for part in self.method.parts():
+            part.state.rollback()
+        self.ex.carry.rollback()
+        if self.exchanged:
+            self.vote.heard()
+        self.over(made=False)
+
+    def over(self, *, made: bool) -> None:
+        """The step was made, or given up."""
+        self._count_bytes()
+        self.ex.step += made
+        self.exchanged, self._backwards = False, 0
+        self.vote.begin(self._place())
+        for b in self.buckets:
+            b.reset()
+        if made:
+            self.replicas.step_made()
+
+    def zero_grad(self, do: Callable[[], None], *, in_place: bool = False) -> None:
+        """The user called optimizer.zero_grad(): nothing to do in the middle of a window."""
+        if self.window.micro:
+            return
+        if self.overlap.under_way:
+            self.overlap.zero_grad(do, in_place=in_place)
+            return
+        self.overlap.barrier()
+        self.rollback()  # of a step that was exchanged and never made: a loss scaler has found infinities
+        self.window.over()
+        do()
+        for b in self.buckets:
+            b.drop()
+
+    def settle(self) -> None:
+        """Let what is under way arrive: before an evaluation, a checkpoint, a change and the end."""
+        self.overlap.land()
+        self.read_verdict()
+        self.method.sync.settle(self.ex)
+        self.method.layout.settle(self.ex)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Hold communication back: backward inside only adds to the window."""
+        if self.idle:
+            self.idle = False
+            self.refresh()
+        before, self.window.no_sync = self.window.no_sync, True
+        try:
+            yield
+        finally:
+            self.window.no_sync = before
+
+    # ------------------------------------------------------------------------------------------------ between two steps
+
+    def check_between_steps(self, what: str) -> None:
+        """Refuse to do something that must not happen in the middle of a step."""
+        if not self.idle:
+            self.settle()
+        if self.exchanged or self.window.several or self.window.micro:
+            raise UsageError(
+                f"{what} was called in the middle of a step",
+                why="gradients have been added up or exchanged, and would be lost",
+                do="after optimizer.step(); with accumulate=N, if paceline.will_step(optimizer) was true before",
+            )
+
+    def recut(self, bucket_bytes: int) -> None:
+        """Cut other buckets for the same parameters, between two steps; what parts remember moves along."""
+        self.settle()
+        with self._cut_anew():
+            self.bucket_bytes, self.first_bytes = bucket_bytes, min(bucket_bytes, self.first_bytes)
+
+    def change(self, method: Parts) -> None:
+        """Go on by another method, between two steps. All workers must call it, with the same method.
+
+        Where the workers' weights differ they become the consensus; what the parts have kept back of gradients is
+        added to the next ones; then the new parts begin anew. The layout stays.
+        """
+        self.check_between_steps("Engine.change")
+        self.comm.agree("the next method", str(method.config()))
+        old = self.method
+        if method.layout.config() != old.layout.config():
+            raise MethodError(
+                f"the layout cannot change from {old.layout.name} to {method.layout.name} while training",
+                why="parameters, gradients and optimizer state lie where the layout put them",
+                do="save a checkpoint and load it with the other layout",
+            )
+        for sync in (old.sync, method.sync):
+            if sync.is_async:
+                raise MethodError(
+                    f"{sync.name} cannot be taken up or left while training",
+                    why="its workers keep their own pace, so there is no step between which all could change",
+                    do="save a checkpoint and load it with the other method",
+                )
+        self._agree_on_weights()
+        for b in self.buckets:
+            kept = [x for part in old.parts() if (x := part.flush(b)) is not None]
+            if (before := self.ex.carry.take(b)) is not None:
+                kept.append(before)
+            if kept:
+                self.ex.carry.put(b, sum(kept[1:], start=kept[0].clone()))
+        method.layout = old.layout
+        with self._cut_anew(parts=False):
+            self.ex.use(method)
+            self._settle_in()
+            if self.overlap.on:
+                self._gradient_hooks.cross(self)
+
+    def regroup(self, group: Group) -> None:
+        """Go on with the workers of another group, between two steps. Old and new members call it.
+
+        Where the workers' weights differ they become the consensus; every worker gets the mean of what the workers'
+        parts remember, so its mean over the workers stays what it was; joiners get everything from a member.
+        """
+        luggage = self.pack_up()
+        self.group.become(group)
+        self.unpack(luggage)
+
+    def pack_up(self) -> transfer.Luggage:
+        """The first half of `regroup`, with the old group: everything in a form that any group can go on from."""
+        self.check_between_steps("Engine.regroup")
+        if self.method.sync.is_async and self.group.world_size > 1:
+            raise MethodError(
+                f"{self.method.sync.name} cannot go on with other workers",
+                why="its workers keep their own pace, so there is no step between which all could change",
+                do="save a checkpoint and load it on the other workers",
+            )
+        if not self.idle:
+            self._agree_on_weights()
+            self.method.layout.collect(self.ex)
+        luggage = transfer.pack(self)
+        self._forget_cut()
+        return luggage
+
+    def unpack(self, luggage: transfer.Luggage) -> None:
+        """The second half of `regroup`, with the new group."""
+        self._sent_before = 0
+        self.window.renumber()
+        self._settle_in()
+        luggage = transfer.share(self, luggage)
+        self.refresh()
+        transfer.unpack(self, luggage)
+        self.over(made=False)
+
+    def _agree_on_weights(self) -> None:
+        """Where the workers' weights differ, all take the consensus, and of the optimizer's state the mean."""
+        if Fact.REPLICAS_AGREE not in self.ex.facts and self.group.world_size > 1:
+            consensus.adopt(self)
+            transfer.average_optimizer(self)
+
+    @contextlib.contextmanager
+    def _cut_anew(self, *, parts: bool = True) -> Iterator[None]:
+        """Inside there are no buckets; after it they are cut anew. parts: what these remember moves along."""
+        self.method.layout.collect(self.ex)
+        saved = [part.state.save(self.buckets) for part in self.method.parts()] if parts else []
+        carried = self.ex.carry.save(self.buckets)
+        self._forget_cut()
+        yield
+        self.refresh()
+        for part, memory in zip(self.method.parts(), saved, strict=False):
+            part.state.load(memory, self.buckets)
+        self.ex.carry.load(carried, self.buckets)
+
+    def _forget_cut(self) -> None:
+        for part in self.method.parts():
+            part.recut()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._trainable = [], []
+        self.buckets.clear()
+
+
+def takes_found_inf(optimizer: Optimizer) -> bool:
+    """Does every group step by a fused kernel, which skips on the device where `found_inf` says so?"""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
+        group.get("fused") for group in optimizer.param_groups
+    )

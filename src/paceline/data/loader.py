@@ -1,0 +1,351 @@
+"""The loader `prepare` gives back: each worker's share of the user's batches, and what the engine must know.
+
+The user's batch is the global batch. A data set with indices is split without communication: all workers derive the
+same order from (seed, epoch). Where a worker cannot know what the others hold (streams, batches split by the user,
+weights counted by a function) the weights are all-gathered: 8 bytes per worker and batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch.utils.data import RandomSampler, Sampler
+
+from paceline.comm.group import Group
+from paceline.comm.protocol import Comm
+from paceline.core.parts import Balance
+from paceline.data.sources import DealtBatch, DealtBatches, Habit, chosen
+from paceline.errors import DataError, PeerError, UsageError, nearest
+from paceline.telemetry.recorder import Recorder
+
+T = TypeVar("T")  # the type of a batch
+
+if TYPE_CHECKING:  # a variable that held a DataLoader may hold what `prepare` made of it
+    from torch.utils.data import DataLoader as _LoaderBase
+else:
+    _LoaderBase = Generic
+
+# A worker sends one of these in place of its weight when it has no batch. Real weights are never negative.
+_OUT, _NEVER, _FAILED = -1.0, -2.0, math.nan
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the engine must know of the batch handed out."""
+
+    weight: float  # this worker's samples, or what the user's weight function counted
+    total: float  # the sum over all workers
+    last: bool  # the last batch of the epoch, as far as known beforehand (False for streams)
+    indices: list[int] | None  # this worker's samples, including a borrowed one; None for streams
+
+
+class Loader(_LoaderBase[T]):
+    """A DataLoader split between the workers. One `for` loop over it is one epoch, numbered from 0.
+
+    Only the newest iterator is valid: asking an older one for a batch is an error. A loop left early counts as an
+    epoch; a state saved after it and before the next loop still resumes in the middle of that epoch.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        group: Group,
+        balance: Balance,
+        recorder: Recorder,
+        batch: Habit = "global",
+        weight: Callable[[Any], float] | None = None,
+        seed: int = 0,
+        on_batch: Callable[[Batch], None] | None = None,
+        on_end: Callable[[], None] | None = None,
+        gate: Callable[[], bool] | None = None,
+        meet: Callable[[], None] | None = None,
+    ) -> None:
+        if batch not in ("global", "per_worker"):
+            raise UsageError(f"batch={batch!r} is not a choice", do=nearest(str(batch), ("global", "per_worker")))
+        if isinstance(source, Loader):
+            raise UsageError("the loader is prepared already", do="give prepare the DataLoader itself")
+        self.source, self.group, self.recorder = source, group, recorder
+        self.weight, self.on_batch, self.on_end, self.gate = weight, on_batch, on_end, gate
+        self.meet = meet  # brings asynchronous workers to a common stop; None where workers step together
+        self.current: Batch | None = None  # the batch handed out last
+        self.epoch = 0
+        seed %= 2**63
+        self._from = chosen(source, group, balance, batch, seed)
+        self._handed = 0  # batches handed out in this epoch
+        self._begun = False  # an iterator of this loader has begun this epoch
+        self._allowed = False  # the gate has let the next batch through
+        self._stopped = False  # the gate has ended training
+        self._turn = 0  # the number of the newest iterator
+        self._dealt: DealtBatches | None = None
+        self._asks = self._from.asks or weight is not None
+        if self._asks and meet is not None and group.world_size > 1:
+            raise UsageError(
+                "this loader asks all workers in every step, and this method lets them keep their own pace",
+                why="a stream or weight= is shared out batch by batch, so the fast would wait for the slow",
+                do="give a dataset with a length and no weight=, or a method whose workers step together",
+            )
+        generator = _generator(source)
+        if group.world_size > 1:
+            facts = {**self._from.facts(), "seed": seed, "weighted": weight is not None, "generator": bool(generator)}
+            self.comm.agree("data", "\n".join(f"{key} {value}" for key, value in facts.items()))
+        if generator is not None:
+            own = torch.tensor([generator.initial_seed() % 2**63])
+            self._from.seed = int(self.comm.broadcast(own).wait())
+        self._from.check()
+        self._listen_for_epochs()
+        self._ready = True
+
+    @property
+    def comm(self) -> Comm:
+        """The lane on which loaders agree."""
+        return self.group.lane("control")
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """What else a script reads of a DataLoader (sampler, num_workers, ...) is as the user gave it."""
+            if name.startswith("__") or "source" not in self.__dict__:
+                raise AttributeError(name)
+            try:
+                return getattr(self.source, name)
+            except AttributeError:
+                kind = type(self.source).__name__
+                raise AttributeError(f"the prepared loader of a {kind} has no attribute {name!r}") from None
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Refuse to change the user's DataLoader, of which another one has been built."""
+            if "_ready" in self.__dict__ and name not in self.__dict__ and hasattr(self.source, name):
+                raise UsageError(
+                    f"{name} of a prepared loader cannot be changed",
+                    why="prepare has built another loader from the one it was given",
+                    do=f"set {name} before prepare",
+                )
+            super().__setattr__(name, value)
+
+    def _listen_for_epochs(self) -> None:
+        """Give samplers a set_epoch, as scripts written for a DistributedSampler call it: it is the loader's own."""
+        for sampler in (getattr(self.source, name, None) for name in ("sampler", "batch_sampler")):
+            if isinstance(sampler, Sampler) and (not hasattr(sampler, "set_epoch") or _is_ours(sampler.set_epoch)):
+                sampler.__dict__["set_epoch"] = self.set_epoch
+
+    def __len__(self) -> int:
+        """Batches in a whole epoch, also while a resumed one runs: learning-rate schedules count whole epochs."""
+        count = self._from.count()
+        if count is None:
+            raise TypeError(f"{type(self.source).__name__} does not say how many batches it has")
+        return count
+
+    def describe(self) -> str:
+        by = "" if self.weight is None else f", weighted by {getattr(self.weight, '__name__', 'a function')}"
+        return self._from.describe() + by
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the number of the next epoch, and pass it to a sampler with a set_epoch of its own.
+
+        It is optional: epochs are counted without it.
+        """
+        if epoch != self.epoch or self._begun:  # otherwise a state just loaded for this epoch would be lost
+            self._restart(epoch, 0)
+        if callable(tell := getattr(self._from.drawer, "set_epoch", None)) and not _is_ours(tell):
+            tell(epoch)
+
+    # -------------------------------------------------------------------------------------------- the loop
+
+    def __iter__(self) -> Iterator[T]:  # type: ignore[override]  # torch's own says nothing of its batches
+        if self._begun:
+            self._restart(self.epoch + 1, 0)
+        else:
+            self._restart(self.epoch, self._handed)
+        self._begun = True
+        return self._run(self._turn)
+
+    def _restart(self, epoch: int, handed: int) -> None:
+        self._leave()
+        self._turn += 1
+        self._begun = False
+        self.epoch, self._handed = epoch, handed
+
+    def _run(self, turn: int) -> Generator[Any, None, None]:
+        if self._stopped:
+            return
+        self._newest(turn)
+        start = self._handed
+        if self.meet is not None and self._from.drawer is not None:
+            self.meet()  # worker 0 draws this epoch's order for all
+        self._dealt, count = self._from.begin(self.epoch, start)
+        if count is None and self.meet is not None and self.group.world_size > 1:
+            raise UsageError(
+                f"{type(self._from.drawer).__name__} has no end, or a very distant one",
+                why="worker 0 draws its order for all in stretches, and this method lets workers keep their own pace",
+                do="give the sampler an end, or use a method whose workers step together",
+            )
+        try:
+            while count is None or self._handed < count:
+                if not self._may_go_on():
+                    return
+                began = time.perf_counter()
+                dealt, weight = self._next(self._dealt)
+                data_s = time.perf_counter() - began
+                batch = self._agreed(dealt, weight)
+                if batch is None:
+                    break
+                self._handed += 1
+                self._allowed = False
+                self.current = batch
+                if self.on_batch is not None:
+                    self.on_batch(batch)
+                self.recorder.start_lap(dealt.samples or 0, data_s)
+                yield dealt.data
+                self._newest(turn)
+                self.recorder.end_lap()
+        finally:
+            if turn == self._turn:
+                self._leave()
+        if self.on_end is not None:
+            self.on_end()
+        if self.meet is None:
+            self._from.settle(self.epoch, start)
+        self._restart(self.epoch + 1, 0)
+
+    def _leave(self) -> None:
+        self.recorder.end_lap()
+        if self._dealt is not None:
+            self._dealt.close()  # ends the loader's processes now, even if the user still holds the iterator
+            self._dealt = None
+
+    def _may_go_on(self) -> bool:
+        """Ask the gate, once for each batch: a permission that the end of a stream left unused is kept."""
+        if self.gate is not None and not self._allowed:
+            self._allowed = self.gate()
+            self._stopped = not self._allowed
+        return not self._stopped
+
+    def _newest(self, turn: int) -> None:
+        if turn != self._turn:
+            raise UsageError(
+                "this iterator of the loader is no longer the newest",
+                why="a later iter(loader), set_epoch or load_state_dict has begun another epoch",
+                do="use one iterator at a time, or prepare a second DataLoader",
+            )
+
+    # -------------------------------------------------------------------------------------------- weights
+
+    def _next(self, batches: Iterator[DealtBatch]) -> tuple[DealtBatch, float]:
+        """The next batch and its weight; on an error, the workers that wait for the weight are told first."""
+        try:
+            dealt = next(batches)
+            return dealt, self._weight_of(dealt)
+        except Exception as error:
+            if self._asks:
+                with contextlib.suppress(PeerError):  # the user must see the first error, not this one
+                    self._gathered(_FAILED)
+            if isinstance(error, (ConnectionError, EOFError)) or "DataLoader worker (pid" in str(error):
+                raise DataError(
+                    f"a process of worker {self.comm.rank}'s data loader died",
+                    why=f"{type(error).__name__}: {error}",
+                    do="look for an out-of-memory kill, or run with num_workers=0 to see where it fails",
+                ) from error
+            raise
+
+    def _weight_of(self, dealt: DealtBatch) -> float:
+        if dealt.out:
+            return _NEVER if dealt.samples is None else _OUT
+        if self.weight is None or dealt.samples == 0:
+            if dealt.samples is None:
+                raise DataError(
+                    f"a batch of type {type(dealt.data).__name__} has no tensor to count samples by",
+                    why="gradients are weighted by samples: the size of the first tensor in the batch",
+                    do="give prepare weight=, a function from a batch to its weight",
+                )
+            return float(dealt.samples)
+        weight = float(self.weight(dealt.data))
+        if not (math.isfinite(weight) and weight >= 0):
+            raise DataError(f"the weight function gave {weight}", do="give a finite number, 0 or more")
+        return weight
+
+    def _agreed(self, dealt: DealtBatch, weight: float) -> Batch | None:
+        """The batch to hand out, or None once all workers have come to the end of their data."""
+        if not self._asks:
+            if dealt.out:
+                return None
+            assert dealt.total is not None
+            return Batch(weight, float(dealt.total), dealt.last, dealt.indices)
+        weights = self._gathered(weight)
+        if failed := [rank for rank, w in enumerate(weights) if math.isnan(w)]:
+            raise DataError(
+                f"no batch {self._handed} of epoch {self.epoch} from {_workers(failed)}",
+                why="reading or weighing it failed; the error itself is in the output there",
+            )
+        if never := [rank for rank, w in enumerate(weights) if w == _NEVER]:
+            raise DataError(
+                f"no data for {_workers(never)} in epoch {self.epoch}",
+                why="every worker needs a batch an epoch, and an iterator or generator can be read only once",
+                do="give each worker some of the data, in an object that can be iterated anew each epoch",
+            )
+        if all(w == _OUT for w in weights):
+            return None
+        return Batch(max(weight, 0.0), sum(max(w, 0.0) for w in weights), dealt.last, dealt.indices)
+
+    def _gathered(self, weight: float) -> list[float]:
+        if self.comm.world_size == 1:
+            return [weight]
+        weights: list[float] = (
+            self.comm.all_gather(torch.tensor([weight], dtype=torch.float64)).wait().flatten().tolist()
+        )
+        return weights
+
+    # -------------------------------------------------------------------------------------------- the state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in this epoch: batches handed out, not counting those that loader processes read ahead."""
+        where = {"epoch": self.epoch, "batches": self._handed, "seed": self._from.seed}
+        return {**where, **self._facts(self._handed), **self._from.save(self._handed)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume with the batches not yet handed out. All workers call it; there may be more or fewer than before."""
+        for key in ("epoch", "batches", "seed"):
+            if type(state.get(key)) is not int or state[key] < 0:
+                raise DataError(f"the loader's state has {key}={state.get(key)!r}, not a whole number")
+        epoch, handed, seed = state["epoch"], state["batches"], state["seed"]
+        for key, here in self._facts(handed).items():
+            if key not in state:
+                raise DataError(f"the loader's state has no {key}", why=f"it must be {here!r}, as in this run")
+            if state[key] != here:
+                raise DataError(
+                    f"the loader's state has {key}={state[key]!r}, this run has {here!r}",
+                    why="the rest of its epoch would not be the samples that have not been seen",
+                    do=f"resume with {key} as it was, or begin anew without the loader's state",
+                )
+        if self.comm.world_size > 1:
+            self.comm.agree("position of the loader", f"epoch {epoch}, batch {handed}, seed {seed}")
+        self._from.seed = seed
+        self._from.load(state, epoch, handed)
+        self._restart(epoch, handed)
+
+    def _facts(self, handed: int) -> dict[str, Any]:
+        """The source's facts; with batch='per_worker', an epoch in progress also needs the same number of workers."""
+        facts = self._from.facts()
+        return {**facts, "workers": self.comm.world_size} if handed and self._from.batch == "per_worker" else facts
+
+
+def _generator(source: Any) -> torch.Generator | None:
+    """The user's generator, whose seed is that of the loader's order and of its processes."""
+    shuffling = getattr(source, "sampler", None)
+    found = getattr(shuffling, "generator", None) if type(shuffling) is RandomSampler else None
+    found = found if found is not None else getattr(source, "generator", None)
+    return found if isinstance(found, torch.Generator) else None
+
+
+def _is_ours(set_epoch: Any) -> bool:
+    return isinstance(getattr(set_epoch, "__self__", None), Loader)
+
+
+def _workers(ranks: list[int]) -> str:
+    return f"worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

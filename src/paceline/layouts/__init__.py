@@ -1,1 +1,0 @@
-"""Who owns which state, and where does it live? One file a method."""

@@ -1,1 +1,0 @@
-"""Who is in the group, and does this step count? One file a method; `rendezvous` and `board` serve them all."""

@@ -1,1 +1,0 @@
-"""What a run will take, before it is started. Plain arithmetic: nothing here imports torch."""

@@ -1,1 +1,0 @@
-"""Methods and peers side by side on one task and one link."""

@@ -1,1 +1,0 @@
-"""Where the optimizer's state lives, if not on the device: in the host's memory, or on its disk."""

@@ -1,3 +1,0 @@
-"""The built-in jobs, written as any user would write them: plain scripts around `paceline.prepare`."""
-
-TASKS = ("text", "fashion", "digits")

@@ -1,0 +1,1 @@
+"""What a run will take, before it is started. It is plain arithmetic: nothing here imports torch."""

@@ -1,0 +1,1 @@
+"""`paceline race`: methods and peers side by side on one task and one link."""
