@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels import blocks, gpu, minmax
-from paceline.kernels.code import Code, split
+from paceline.kernels.code import BlockCode, split
 from paceline.kernels.largest import sampled, threshold
 
 KINDS = [
@@ -28,7 +28,7 @@ def vector(n: int, kind: str = "normal", *, seed: int = 0) -> Tensor:
     return torch.zeros(n) if kind == "zeros" else x
 
 
-def encode_blocks(x: Tensor, code: Code, key: int = -123456789) -> None:
+def encode_blocks(x: Tensor, code: BlockCode, key: int = -123456789) -> None:
     """The bytes of the plain formulation; where norms are sums, a code in ten thousand may be one level off."""
     want, got = blocks.encode(x.cpu(), code, key), gpu.encode_blocks(x, code, key).cpu()
     assert got.dtype == want.dtype
@@ -46,14 +46,14 @@ def encode_blocks(x: Tensor, code: Code, key: int = -123456789) -> None:
     assert off.sum() <= max(1, 1e-4 * x.numel())
 
 
-def _codes(packed: Tensor, code: Code) -> Tensor:
+def _codes(packed: Tensor, code: BlockCode) -> Tensor:
     """As numbers whose neighbours are neighbouring levels."""
     c = torch.empty(len(packed), code.d, dtype=torch.int32)
     blocks._unpack(c, packed, code)
     return c if code.levels == "uniform" else torch.where(c > code.top, code.top - c, c)
 
 
-def add_blocks(into: Tensor, vectors: list[Tensor], code: Code, *, factor: float, keep: bool) -> None:
+def add_blocks(into: Tensor, vectors: list[Tensor], code: BlockCode, *, factor: float, keep: bool) -> None:
     coded = torch.stack([blocks.encode(x, code, i) for i, x in enumerate(vectors)])
     _added(into, coded, keep, blocks.accumulate, gpu.add_blocks, code=code, factor=factor)
 

@@ -6,14 +6,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
+from marks import slow
 from paceline import registry
-from paceline.bucket import Bucket
+from paceline.core.bucket import Bucket
+from paceline.core.pipeline import Pipeline
 from paceline.knobs import choices, kinds
-from paceline.pipeline import Pipeline
 
 WORLDS = (1, 2, 3, 4)
+
+# `make test` runs a law on two workers and on an odd number of them, `make test-slow` on the others.
+on_every_world = pytest.mark.parametrize("world_size", [n if n in (2, 3) else slow(n) for n in WORLDS])
 
 
 def variants(cls: type) -> list[dict[str, Any]]:
@@ -42,9 +47,9 @@ def fresh(name: str, knobs: dict[str, Any]) -> Any:
 
 
 def _bucket(*shapes: tuple[int, ...]) -> Any:
-    def build(world: int) -> Bucket:
+    def build(world_size: int) -> Bucket:
         named = [(f"p{i}", torch.nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(shapes)]
-        return Bucket(0, named, world)
+        return Bucket(0, named, world_size)
 
     return build
 

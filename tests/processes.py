@@ -5,8 +5,11 @@ Processes are forked from a server that has torch imported, so a world of three 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import multiprocessing
 import os
+import random
 import socket
 import traceback
 from collections.abc import Callable
@@ -38,10 +41,19 @@ def _through(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     return value
 
 
+_PORTS = 5000  # for each process that runs tests, below those that the system gives to outgoing connections
+_runner = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_ports = itertools.count(random.randrange(_PORTS))
+
+
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A port that neither another test nor the system takes before it is used."""
+    for _ in range(_PORTS):
+        port = 12000 + (_runner % 4) * _PORTS + next(_ports) % _PORTS
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port is free")
 
 
 def _worker(rank: int, env: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:
@@ -56,26 +68,35 @@ def _worker(rank: int, env: dict[str, str], fn: Callable[..., Any], args: tuple[
         outcome.exitcode = int(error.code or 0)
     except Exception as error:
         outcome.error, outcome.message, outcome.trace = type(error).__name__, str(error), traceback.format_exc()
-        from paceline import api
+        from paceline.session.session import current
 
-        if api._session is not None:  # what an uncaught exception does in a script
-            api._session.world._code = 0
-            api._session.world.fail(error)
+        if (session := current()) is not None:  # what an uncaught exception does in a script
+            session.process.exit_code = 0
+            session.process.fail(error)
     outcome.value = _through(outcome.value, torch.Tensor, lambda t: t.detach().numpy())
     pipe.send(outcome)
-    from paceline import api
+    from paceline.session.session import current
 
-    if api._session is not None:
-        api._session.world.leave()
+    if (session := current()) is not None:
+        session.process.leave()
+
+
+def join(timeout_s: float = 20.0, env: Any = None) -> Any:
+    """Meet the other workers without `prepare`: a session without engines, whose process says good-bye as usual."""
+    from paceline.comm.environment import Environment
+    from paceline.session import session
+    from paceline.session.settings import Settings
+
+    return session.open_session(env or Environment.read(), Settings(timeout=timeout_s))
 
 
 def run(
-    world: int, fn: Callable[..., Any], *args: Any, env: dict[str, str] | None = None, wait_s: float = 60
+    world_size: int, fn: Callable[..., Any], *args: Any, env: dict[str, str] | None = None, wait_s: float = 60
 ) -> list[Outcome]:
     port = str(free_port())
-    base = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    base = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     started = []
-    for rank in range(world):
+    for rank in range(world_size):
         here, there = _context.Pipe()
         own = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})}
         process = _context.Process(target=_worker, args=(rank, own, fn, args, there))

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 
 import threads
-from paceline.api import assemble
-from paceline.engine import Engine
+from paceline.comm.group import Group
+from paceline.comm.threads import ThreadComm
+from paceline.core.engine import Engine, EngineOptions
+from paceline.core.engines import Engines
 from paceline.method import Method, method
-from paceline.pack import Pack
-from paceline.settings import Settings
-from paceline.telemetry import Recorder
-from paceline.things import Things
-from paceline.threadcomm import ThreadComm
+from paceline.session.assemble import assemble
+from paceline.session.objects import Objects
+from paceline.session.settings import Settings
+from paceline.telemetry.recorder import Recorder
 
 
 @dataclass
@@ -33,6 +34,18 @@ class Share:
     total: float
     last: bool = False
     indices: list[int] | None = None
+
+
+def group_of(comm: Any) -> Group:
+    """The group of a thread-worker: `comm` is the lane of its gradients, and there is one beside it."""
+    lanes = vars(comm).setdefault("lanes", {})  # those of a second rig over the same comm are the same
+
+    def make(name: str) -> Any:
+        if "background" not in name:
+            return comm
+        return lanes.setdefault(name, ThreadComm(comm.room, comm.rank, f"background of {comm.name}"))
+
+    return Group(comm.rank, comm.world_size, make)
 
 
 class Rig:
@@ -47,26 +60,28 @@ class Rig:
         spec: str | Method = "exact",
         scaler: Any = None,
         knobs: dict[str, Any] | None = None,
-        pack: Pack | None = None,
+        engines: Engines | None = None,
+        options: EngineOptions | None = None,
+        group: Group | None = None,
         **settings: Any,
     ) -> None:
         self.comm, self.model, self.optimizer = comm, model, optimizer
-        things = Things.sort([model, optimizer, *([scaler] if scaler else [])])
+        objects = Objects.sort([model, optimizer, *([scaler] if scaler else [])])
         self.recorder = Recorder(None, comm.rank)
         settings.setdefault("bucket_mb", 0.0005)  # several buckets even in a tiny model
         self.engine: Engine = assemble(
-            things,
+            objects,
             optimizer,
             method(spec, **(knobs or {})).copy(),  # thread-workers may be given one object
-            comm,
+            group or group_of(comm),
             recorder=self.recorder,
             settings=Settings(**settings),
-            pack=Pack(alone=True) if pack is None else pack,
-            background=ThreadComm(comm.room, comm.rank, f"background of {comm.name}"),
+            engines=Engines(alone=True) if engines is None else engines,
+            options=options,
         )
 
     def shares(self, size: int) -> list[int]:
-        return self.engine.method.balance.shares([1.0] * self.comm.world, size)
+        return self.engine.method.balance.shares([1.0] * self.comm.world_size, size)
 
     def take(self, *tensors: Tensor, last: bool = False) -> list[Tensor]:
         """This worker's slice of a global batch; the engine is told, as the loader does."""
@@ -135,7 +150,7 @@ def alone(
 
 
 def train(
-    world: int,
+    world_size: int,
     batches: list[tuple[Tensor, Tensor]],
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
     **rig: Any,
@@ -147,7 +162,7 @@ def train(
         opt = optimizer(model)
         return loop(batches, model, opt, Rig(comm, model, opt, **rig).take)
 
-    return threads.run(world, work)
+    return threads.run(world_size, work)
 
 
 def close(a: Tensor, b: Tensor, tol: float = 2e-6) -> None:

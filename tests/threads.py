@@ -6,13 +6,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from paceline.threadcomm import Room, ThreadComm
+from paceline.comm.threads import Room, ThreadComm
 
 
-def run(world: int, fn: Callable[[ThreadComm], Any], *, deadline_s: float = 30.0) -> list[Any]:
-    room = Room(world, deadline_s)
-    results: list[Any] = [None] * world
-    errors: list[Exception | None] = [None] * world
+def run(world_size: int, fn: Callable[[ThreadComm], Any], *, timeout_s: float = 30.0) -> list[Any]:
+    room = Room(world_size, timeout_s)
+    results: list[Any] = [None] * world_size
+    errors: list[Exception | None] = [None] * world_size
 
     def work(rank: int) -> None:
         try:
@@ -21,11 +21,11 @@ def run(world: int, fn: Callable[[ThreadComm], Any], *, deadline_s: float = 30.0
             errors[rank] = error
             room.fail(error)
 
-    threads = [threading.Thread(target=work, args=(r,), daemon=True) for r in range(world)]
+    threads = [threading.Thread(target=work, args=(r,), daemon=True) for r in range(world_size)]
     for t in threads:
         t.start()
     for t in threads:
-        t.join(2 * deadline_s)
+        t.join(2 * timeout_s)
         assert not t.is_alive(), "a worker hangs"
     first = room.error or next((e for e in errors if e), None)
     if first:

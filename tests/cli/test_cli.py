@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -11,17 +12,18 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import paceline
-from paceline.cli import doctor as doctor_command
-from paceline.cli import main as command_line
-from paceline.cli.run import parse_knobs
 from paceline.errors import MethodError
+from paceline.tools.cli import doctor as doctor_command
+from paceline.tools.cli import main as command_line
+from paceline.tools.cli import run as run_command
+from paceline.tools.cli.run import parse_knobs
+from paceline.tools.launch import JobSpec
 
 SRC = Path(next(iter(paceline.__path__))).parent
 ECHO = "import os, sys, json; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
@@ -55,7 +57,7 @@ def echo(tmp_path: Path) -> str:
 
 def alone(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "paceline.cli.main", *words],
+        [sys.executable, "-m", "paceline.tools.cli.main", *words],
         env={**os.environ, "PYTHONPATH": str(SRC), **environment},
         capture_output=True,
         text=True,
@@ -69,7 +71,7 @@ def alone(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def test_help_does_not_need_torch() -> None:
     code = """if True:
         import sys
-        from paceline.cli.main import main
+        from paceline.tools.cli.main import main
         try:
             main()
         finally:
@@ -161,7 +163,7 @@ def test_scripts_with_odd_names(call: Call, tmp_path: Path, monkeypatch: pytest.
 
 def test_the_method_travels_in_the_environment(call: Call, echo: str, tmp_path: Path) -> None:
     events = tmp_path / "new" / "events"
-    code, out, err = call("run", "-m", "half", "--set", "dtype=bf16", "--events", str(events), echo)
+    code, out, err = call("run", "--method", "half", "--set", "dtype=bf16", "--events", str(events), echo)
     assert code == 0, err
     env = json.loads(out)[1]
     assert (env["PACELINE_METHOD"], json.loads(env["PACELINE_SET"])) == ("half", {"dtype": "bf16"})
@@ -177,13 +179,13 @@ def test_knobs_without_a_method_are_the_scripts(call: Call, echo: str) -> None:
 
 @pytest.mark.parametrize("name", ["torch:ddp", "floor"])
 def test_peers_of_the_race_are_let_through(call: Call, echo: str, name: str) -> None:
-    assert json.loads(call("run", "-m", name, echo)[1])[1]["PACELINE_METHOD"] == name
+    assert json.loads(call("run", "--method", name, echo)[1])[1]["PACELINE_METHOD"] == name
 
 
 def test_two_workers_logs_and_json(call: Call, tmp_path: Path) -> None:
     script, logs = tmp_path / "script.py", tmp_path / "logs"
     script.write_text("import os; print('I am', os.environ['RANK'])")
-    code, out, err = call("run", "-n", "2", "--log-dir", str(logs), "--json", str(script))
+    code, out, err = call("run", "-n", "2", "--output", "all", "--log-dir", str(logs), "--json", str(script))
     assert code == 0
     ended = json.loads(out)
     assert (ended["exit_code"], ended["cause"]) == (0, None)
@@ -192,12 +194,74 @@ def test_two_workers_logs_and_json(call: Call, tmp_path: Path) -> None:
     assert [(logs / f"worker-{rank}.log").read_text() for rank in range(2)] == ["I am 0\n", "I am 1\n"]
 
 
-def test_a_killed_worker_is_named(call: Call, tmp_path: Path) -> None:
+PACKAGE = """
+import os, sys
+from package import NAME
+print(NAME, os.environ["RANK"], sys.argv[1:])
+if "--fail" in sys.argv and os.environ["RANK"] == "1":
+    raise ValueError("no such column")
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A package in the current directory, whose modules import each other."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("NAME = 'I am'")
+    (tmp_path / "package" / "train.py").write_text(PACKAGE)
+    return "package.train"
+
+
+def test_a_module_is_run_as_python_does(call: Call, package: str) -> None:
+    code, out, err = call("run", "-n", "2", "-m", package, "--lr", "0.1", "-m", "--workers", "9")
+    assert (code, err) == (0, "")
+    assert out == "I am 0 ['--lr', '0.1', '-m', '--workers', '9']\n", "the other worker is not shown"
+    assert "package" not in sys.modules, "the launcher does not run what it starts"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("half", "a method is chosen with --method"),
+        ("no_such.train", "there is no module 'no_such.train'"),
+        ("train.py", "there is no module 'train.py'"),
+        ("./train", "is not the name of a module"),
+        ("", "is not the name of a module"),
+    ],
+)
+def test_a_module_that_is_none(call: Call, package: str, name: str, expected: str) -> None:
+    code, out, err = call("run", "-m", name)
+    assert (code, out) == (2, "")
+    assert expected in " ".join(err.split())
+
+
+def test_output_of_all_workers_on_demand(call: Call, package: str) -> None:
+    code, out, _ = call("run", "-n", "2", "--output", "all", "-m", package)
+    assert code == 0
+    assert sorted(out.splitlines()) == ["I am 0 []", "[1] I am 1 []"]
+
+
+def test_the_last_lines_of_a_worker_that_failed_are_always_shown(call: Call, package: str) -> None:
+    code, out, err = call("run", "-n", "2", "-m", package, "--fail")
+    assert code == 1
+    assert out == "I am 0 ['--fail']\n"
+    lines = err.splitlines()
+    assert lines[0] == "[1] I am 1 ['--fail']"
+    assert "[1] ValueError: no such column" in lines
+    assert lines[-3:] == [
+        "paceline: worker 1 ended with exit code 1",
+        "  why: ValueError: no such column",
+        "  do:  read the output of worker 1 above, or all of it with --output all",
+    ]
+
+
+def test_a_killed_worker_is_named(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGKILL) if os.environ['RANK'] == '1' else time.sleep(60)"
     )
-    time.monotonic()
+    monkeypatch.setattr(run_command, "JobSpec", functools.partial(JobSpec, grace_s=0.2))
     code, _, err = call("run", "-n", "2", str(script))
     assert code == 4
     assert "paceline: worker 1 was killed by SIGKILL" in err
@@ -217,7 +281,7 @@ def test_sigterm_reaches_the_workers(tmp_path: Path) -> None:
         "print('ready')\n"
         "time.sleep(60)\n"
     )
-    command = [sys.executable, "-m", "paceline.cli.main", "run", "-n", "2", str(script)]
+    command = [sys.executable, "-m", "paceline.tools.cli.main", "run", "-n", "2", "--output", "all", str(script)]
     environment = {**os.environ, "PYTHONPATH": str(SRC)}
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -231,7 +295,7 @@ def test_sigterm_reaches_the_workers(tmp_path: Path) -> None:
 
 
 def test_under_another_launcher_it_becomes_the_script(echo: str) -> None:
-    done = alone("run", "-m", "floor", echo, "x", RANK="1", WORLD_SIZE="2", MASTER_ADDR="h", MASTER_PORT="1")
+    done = alone("run", "--method", "floor", echo, "x", RANK="1", WORLD_SIZE="2", MASTER_ADDR="h", MASTER_PORT="1")
     words, env = json.loads(done.stdout)
     assert (done.returncode, words, env["RANK"], env["PACELINE_METHOD"]) == (0, ["x"], "1", "floor")
     assert "TORCHELASTIC_USE_AGENT_STORE" not in env
@@ -294,10 +358,16 @@ def test_a_timeline_of_the_last_steps(call: Call, echo: str, tmp_path: Path) -> 
         (["--port", "1234"], "--port is for several hosts"),
         (["--hosts", "127.0.0.1,192.0.2.8", "--port", "0"], "port 0 is not in"),
         (["--events", "/proc/nope"], "--events /proc/nope cannot be written to"),
+        (["--output", "some"], "--output"),
         (["--log-dir", "/dev/null"], "--log-dir /dev/null cannot be written to"),
         (["--log-dir", "/dev/null/x"], "cannot be written to"),
         (["--trace", "/nonexistent/trace.json"], "/nonexistent/trace.json cannot be written"),
         (["--trace", "/tmp"], "it is a folder"),
+        (["--trace", "/dev/null"], "it is a device or a pipe"),
+        (["--trace", "/tmp/" + "a" * 300], "File name too long"),
+        (["--trace", "/dev/full/x"], "cannot be written"),
+        (["--events", "/tmp/" + "a" * 300], "File name too long"),
+        (["--log-dir", "/tmp/" + "a" * 300], "File name too long"),
         (["--trace", "/tmp/trace.json", "--trace-steps", "0"], "--trace-steps"),
     ],
 )
@@ -307,10 +377,31 @@ def test_bad_input_is_refused_before_anything_starts(
     def never(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr("paceline.cli.run.launch", never)
+    monkeypatch.setattr("paceline.tools.cli.run.launch", never)
     code, out, err = call("run", *words, echo)
     assert (code, out) == (2, "")
     assert expected in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(("option", "name"), [("--log-dir", "worker-1.log"), ("--events", "worker-1.jsonl")])
+def test_a_file_of_one_worker_that_cannot_be_written(
+    call: Call, echo: str, tmp_path: Path, option: str, name: str
+) -> None:
+    (tmp_path / "out" / name).mkdir(parents=True)
+    code, out, err = call("run", "-n", "2", option, str(tmp_path / "out"), echo)
+    assert (code, out) == (2, "")
+    assert f"{name}: it is a folder" in err
+
+
+def test_a_failure_that_was_not_foreseen_shows_no_traceback_without_debug(
+    monkeypatch: pytest.MonkeyPatch, call: Call
+) -> None:
+    monkeypatch.setattr(doctor_command, "_checks", lambda workers: 1 / 0)
+    code, out, err = call("doctor")
+    assert (code, out) == (1, "")
+    assert err.startswith("paceline: ZeroDivisionError: division by zero\n  why: ")
+    assert "--debug" in err.splitlines()[-1]
     assert "Traceback" not in err
 
 
@@ -331,7 +422,7 @@ def test_a_script_that_cannot_be_read(call: Call, echo: str, monkeypatch: pytest
 
 
 def test_more_workers_than_cores_is_a_warning(call: Call, echo: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.cli.run.cores", lambda: 1)
+    monkeypatch.setattr("paceline.tools.cli.run.cores", lambda: 1)
     code, _, err = call("run", "-n", "2", echo)
     assert code == 0
     assert "2 workers share 1 cores" in err
@@ -340,7 +431,7 @@ def test_more_workers_than_cores_is_a_warning(call: Call, echo: str, monkeypatch
 def test_knobs_are_parsed_by_their_type(monkeypatch: pytest.MonkeyPatch) -> None:
     from typing import Literal
 
-    from paceline.parts import Reducer
+    from paceline.core.parts import Reducer
 
     kinds = {
         "rank": int, "ratio": float, "warm": bool, "label": str, "dtype": Literal["a", 8], "sizes": list[int],
@@ -362,7 +453,7 @@ def test_knobs_are_parsed_by_their_type(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_methods_lists_every_part_with_its_question(call: Call) -> None:
     from paceline import registry
-    from paceline.parts import AXES
+    from paceline.core.parts import AXES
 
     code, out, _ = call("methods")
     assert code == 0
@@ -411,7 +502,7 @@ def test_doctor_finds_this_machine_fit(call: Call) -> None:
 
 
 def test_doctor_says_what_is_wrong_and_what_to_do(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.lab import namespaces
+    from paceline.tools.lab import namespaces
 
     def broken(*_: object, **__: object) -> None:
         raise OSError("no ports for you")

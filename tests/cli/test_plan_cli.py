@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.cli import main as command_line
-from paceline.cli import plan as command
+from paceline.tools.cli import main as command_line
+from paceline.tools.cli import plan as command
 
 Call = Callable[..., tuple[int, str, str]]
 ROOM = ["--device", "80GiB", "--host", "1TiB", "--disk", "4TB"]
@@ -93,6 +93,7 @@ def test_what_is_there_is_measured(call: Call) -> None:
         (["--memory", "--model", "7B", "--batch", "8", *ROOM], "without the shape"),
         (["--memory", "--workers", "0"], "--workers"),
         (["--memory", "--folder", "/nowhere/at/all", "--host", "8GiB"], "is not a folder"),
+        (["--memory", "--folder", "/" + "a" * 300, "--host", "8GiB"], "File name too long"),
     ],
 )
 def test_nonsense_is_usage(call: Call, words: list[str], said: str) -> None:

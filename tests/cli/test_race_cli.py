@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from paceline.cli import main as command_line
-from paceline.lab import namespaces
+from paceline.tools.cli import main as command_line
+from paceline.tools.lab import namespaces
 
-PACELINE = [sys.executable, "-m", "paceline.cli.main"]
+PACELINE = [sys.executable, "-m", "paceline.tools.cli.main"]
 RESULT_KEYS = [
     "schema", "paceline", "torch", "machine", "date", "command", "commit", "task", "workers", "link", "link_kind",
     "threads", "rows",
@@ -27,25 +27,26 @@ ROW_KEYS = [
     "barrier_ms_p50", "barrier_ms_p99", "loss", "accuracy", "target_s", "peak_rss_mb", "error",
 ]  # fmt: skip
 
+# A script of one's own, reduced to what the race sees of it: its gate and its events. Without torch it starts at once;
+# that a training script under `prepare` races too is what the built-in tasks show.
 SCRIPT = """
-import torch
-import paceline
+import os, time
+from pathlib import Path
+from paceline.session.gate import Gate
+from paceline.telemetry.recorder import Recorder
 
-torch.manual_seed(0)
-data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
-model, optimizer, loader = paceline.prepare(model, optimizer, loader)
-for epoch in range(100):
-    for x, y in loader:
-        loss = ((model(x) - y) ** 2).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        paceline.log(loss=loss.item())
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel) and epoch == 1:
-            raise ValueError("this script does not go together with DDP")
+recorder = Recorder(Path(os.environ["PACELINE_EVENTS"]), int(os.environ.get("RANK", "0")))
+gate = Gate.from_env(recorder, lambda: None)
+step = 0
+while gate():
+    recorder.start_lap(8, 0.0)
+    time.sleep(0.002)
+    recorder.log({"loss": 1 / (1 + step)})
+    recorder.end_lap()
+    step += 1
+    if os.environ["PACELINE_METHOD"] == "torch:ddp" and step == 8:
+        raise ValueError("this script does not go together with DDP")
+recorder.close()
 """
 
 
@@ -87,7 +88,9 @@ def test_a_small_race_to_its_end(tmp_path: Path) -> None:
     assert rows["single"]["workers"] == 1
     assert rows["single"]["speedup"] == 1
     assert rows["exact"]["sent_bytes_per_step"] > 4 * 9610 * 0.9  # the gradient, and little else
-    assert rows["exact"]["wire_bytes_per_step"] >= rows["floor"]["wire_bytes_per_step"]  # of shared memory: nothing
+    # The gradients pass through shared memory: the kernel's counters miss them, so the table shows the payload.
+    assert rows["exact"]["wire_bytes_per_step"] < 0.5 * rows["exact"]["sent_bytes_per_step"]
+    assert "MB/step: a worker's payload" in done.stdout
     assert rows["floor"]["sent_bytes_per_step"] is None
     assert rows["exact"]["barrier_ms_p99"] >= rows["exact"]["barrier_ms_p50"] > 0
     # The same seed, the same global batch: one worker and two follow the same trajectory.
@@ -120,6 +123,7 @@ def test_a_script_of_ones_own_with_a_contender_that_fails(tmp_path: Path) -> Non
     assert rows["exact"]["error"] is None
     assert rows["exact"]["steps"] == 12
     assert "ValueError: this script does not go together with DDP" in rows["torch:ddp"]["error"]
+    assert rows["torch:ddp"]["steps"] > 0, "what was measured before it failed counts"
     assert "torch:ddp is out: ValueError" in done.stderr
 
 
@@ -150,6 +154,7 @@ def test_ctrl_c_prints_what_is_known(tmp_path: Path) -> None:
     assert "speedup" in out
 
 
+@pytest.mark.slow
 @pytest.mark.lab
 def test_a_race_over_a_slow_link_in_the_lab(tmp_path: Path) -> None:
     if why := namespaces.available():
@@ -172,7 +177,7 @@ def test_a_race_over_a_slow_link_in_the_lab(tmp_path: Path) -> None:
         (["txt"], "did you mean 'text'"),
         (["digits", "--methods", "exakt"], "did you mean 'exact'"),
         (["digits", "--methods", "torch:dpd"], "did you mean 'torch:ddp'"),
-        (["digits", "--methods", ""], "names nobody"),
+        (["digits", "--methods", ""], "names no contender"),
         (["digits", "--link", "fast"], "fast"),
         (["digits", "--target", "speed=3"], "is not a target"),
         (["digits", "--set", "rank=4"], "METHOD.KNOB=VALUE"),
@@ -180,7 +185,11 @@ def test_a_race_over_a_slow_link_in_the_lab(tmp_path: Path) -> None:
         (["digits", "--turn", "1"], "--turn"),
         (["digits", "--json", "/nonexistent/race.json"], "cannot be written"),
         (["digits", "--trace", "/nonexistent/trace.json"], "cannot be written"),
+        (["digits", "--json", "/tmp/" + "a" * 300], "File name too long"),
+        (["digits", "--json", "/dev/null"], "it is a device or a pipe"),
+        (["digits", "--json", "/tmp/race.out", "--trace", "/tmp/../tmp/race.out"], "are the same file"),
         (["digits", "--keep", "/etc"], "not an empty folder"),
+        (["digits", "--keep", "/tmp/" + "a" * 300], "File name too long"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(

@@ -14,22 +14,16 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+import processes
 from processes import run, values
 
 WORLD = 3
 VICTIM = 2
 
 
-def _lane(deadline_s=8.0):
+def _lane(timeout_s=8.0):
     """A bare lane over the workers, without prepare."""
-    from paceline import api
-    from paceline.environment import Environment
-    from paceline.membership.rendezvous import join
-    from paceline.telemetry import Recorder
-
-    world = join(Environment.read(), backend=None, deadline_s=deadline_s)
-    api._session = api.Session(world, None, None, Recorder(None, world.rank))
-    return world.lane("test")
+    return processes.join(timeout_s).group.lane("test")
 
 
 def _job(**settings):
@@ -39,7 +33,7 @@ def _job(**settings):
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
     data = TensorDataset(torch.randn(90, 8), torch.randint(0, 3, (90,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings.setdefault("deadline", 8.0)
+    settings.setdefault("timeout", 8.0)
     return paceline.prepare(model, optimizer, DataLoader(data, batch_size=9), **settings)
 
 
@@ -105,7 +99,7 @@ def other_model(rank):
 
     model = nn.Linear(4, 5 if rank == VICTIM else 3)
     loader = DataLoader(TensorDataset(torch.randn(30, 4)), batch_size=6)
-    paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, deadline=8.0)
+    paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, timeout=8.0)
 
 
 def other_settings(rank, what):
@@ -116,7 +110,7 @@ def other_settings(rank, what):
     lr = 0.2 if what == "lr" and rank == VICTIM else 0.1
     method = "half" if what == "method" and rank == VICTIM else "exact"
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    paceline.prepare(model, optimizer, loader, method=method, deadline=8.0)
+    paceline.prepare(model, optimizer, loader, method=method, timeout=8.0)
 
 
 def test_f8_another_model():
@@ -148,7 +142,7 @@ def uneven(rank):
     model = nn.Linear(8, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = list(DataLoader(Uneven(12 if rank == VICTIM else 20), batch_size=4))
-    model, optimizer, loader = paceline.prepare(model, optimizer, batches, deadline=8.0, batch="per_worker")
+    model, optimizer, loader = paceline.prepare(model, optimizer, batches, timeout=8.0, batch="per_worker")
     _loop(model, optimizer, loader)
     return [p.detach() for p in model.parameters()]
 
@@ -213,11 +207,11 @@ def raises(rank):
 
 
 def exits(rank):
-    from paceline import api
+    from paceline.session.session import current
 
     def at(step):
         if step == 3 and rank == VICTIM:
-            api._session.world.leave()
+            current().process.leave()
             raise SystemExit(0)
 
     _loop(*_job(), at)
@@ -256,14 +250,14 @@ def test_a_killed_worker_is_named_without_a_launcher():
 def stops(rank):
     def at(step):
         if step == 3 and rank == VICTIM:
-            time.sleep(8)
+            time.sleep(6)
 
-    _loop(*_job(deadline=2.5), at)
+    _loop(*_job(timeout=2.5), at)
 
 
 def test_a_silent_worker_is_named_at_the_deadline():
     outcomes = run(WORLD, stops, wait_s=20)
-    named_by_all(outcomes[:VICTIM], "workers [2] are not waiting", error="DeadlineError")
+    named_by_all(outcomes[:VICTIM], "workers [2] are not waiting", error="PeerTimeoutError")
 
 
 def finishes_first(rank):
@@ -274,7 +268,7 @@ def finishes_first(rank):
 
 
 def test_f14_a_worker_that_finishes_first_stays_for_the_others():
-    for _ in range(5):
+    for _ in range(2):
         assert values(run(WORLD, finishes_first)) == [True] * WORLD
 
 
@@ -301,7 +295,7 @@ def loader_dies(rank):
     model = nn.Linear(8, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(Deadly(rank == VICTIM), batch_size=6, num_workers=1)
-    _loop(*paceline.prepare(model, optimizer, loader, deadline=10.0))
+    _loop(*paceline.prepare(model, optimizer, loader, timeout=10.0))
 
 
 def test_f35_a_data_loader_worker_dies():

@@ -9,9 +9,9 @@ import torch
 
 import threads
 from laws_table import fresh
-from paceline.bucket import Bucket
-from paceline.kernels.code import Code, split
-from paceline.pipeline import Pipeline
+from paceline.core.bucket import Bucket
+from paceline.core.pipeline import Pipeline
+from paceline.kernels.code import BlockCode, split
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -39,39 +39,39 @@ class TestBlocks:
         [(32, 0), (32, 1), (32, 1 << 20), (1024, 1_000_003), (1024, 1 << 20), (8192, 99_999), (65536, 1_000_003)],
     )
     def test_encode(self, levels, bits, norm, d, n):
-        same.encode_blocks(same.vector(n).cuda(), Code(levels, bits, d, norm))
+        same.encode_blocks(same.vector(n).cuda(), BlockCode(levels, bits, d, norm))
 
     @pytest.mark.parametrize("kind", ["zeros", "wide", "huge"])
     def test_encode_extremes(self, levels, bits, norm, kind):
-        same.encode_blocks(same.vector(100_000, kind).cuda(), Code(levels, bits, 64, norm))
+        same.encode_blocks(same.vector(100_000, kind).cuda(), BlockCode(levels, bits, 64, norm))
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
     def test_encode_other_types(self, levels, bits, norm, dtype):
-        same.encode_blocks(same.vector(100_003).to(dtype).cuda(), Code(levels, bits, 1024, norm))
+        same.encode_blocks(same.vector(100_003).to(dtype).cuda(), BlockCode(levels, bits, 1024, norm))
 
     def test_encode_unaligned(self, levels, bits, norm):
-        same.encode_blocks(same.vector(100_003).cuda()[1:], Code(levels, bits, 1024, norm))
+        same.encode_blocks(same.vector(100_003).cuda()[1:], BlockCode(levels, bits, 1024, norm))
 
     @pytest.mark.parametrize("keep", [True, False])
     @pytest.mark.parametrize(
-        ("world", "d", "n"), [(1, 32, 1), (1, 1024, 1 << 20), (2, 1024, 300_003), (3, 65536, 300_003)]
+        ("world_size", "d", "n"), [(1, 32, 1), (1, 1024, 1 << 20), (2, 1024, 300_003), (3, 65536, 300_003)]
     )
-    def test_add(self, levels, bits, norm, world, d, n, keep):
-        vectors = [same.vector(n, seed=i) for i in range(world)]
+    def test_add(self, levels, bits, norm, world_size, d, n, keep):
+        vectors = [same.vector(n, seed=i) for i in range(world_size)]
         into = same.vector(n, seed=9).cuda()
-        same.add_blocks(into, vectors, Code(levels, bits, d, norm), factor=1 / world, keep=keep)
+        same.add_blocks(into, vectors, BlockCode(levels, bits, d, norm), factor=1 / world_size, keep=keep)
 
     def test_add_extremes(self, levels, bits, norm):
         vectors = [same.vector(100_000, "wide"), same.vector(100_000, "zeros")]
-        same.add_blocks(same.vector(100_000).cuda(), vectors, Code(levels, bits, 64, norm), factor=-0.5, keep=True)
+        same.add_blocks(same.vector(100_000).cuda(), vectors, BlockCode(levels, bits, 64, norm), factor=-0.5, keep=True)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
     def test_add_to_other_types(self, levels, bits, norm, dtype):
-        into, code = same.vector(100_003, seed=9).to(dtype).cuda(), Code(levels, bits, 1024, norm)
+        into, code = same.vector(100_003, seed=9).to(dtype).cuda(), BlockCode(levels, bits, 1024, norm)
         same.add_blocks(into, [same.vector(100_003)], code, factor=-1.0, keep=True)
 
     def test_never_waits(self, levels, bits, norm):
-        x, code = torch.randn(100_003, device="cuda"), Code(levels, bits, 1024, norm)
+        x, code = torch.randn(100_003, device="cuda"), BlockCode(levels, bits, 1024, norm)
         with no_waiting():
             coded = gpu.encode_blocks(x, code, 1)
             gpu.add_blocks(x, coded[None], code, factor=-1.0, keep=True)
@@ -79,13 +79,13 @@ class TestBlocks:
     def test_one_binary_for_every_key(self, levels, bits, norm):
         """0, 1 and multiples of 16 are what Triton would make binaries of their own for."""
         for key in (0, 1, 16, -(2**31), 2**31 - 1):
-            same.encode_blocks(same.vector(5000).cuda(), Code(levels, bits, 1024, norm), key)
+            same.encode_blocks(same.vector(5000).cuda(), BlockCode(levels, bits, 1024, norm), key)
 
 
 class TestBytes:
-    @pytest.mark.parametrize(("world", "n"), [(1, 4), (1, 1_000_004), (3, 300_008), (1, 1001)])
-    def test_encode(self, world, n):
-        same.encode_bytes(same.vector(world * n).view(world, n).cuda())
+    @pytest.mark.parametrize(("world_size", "n"), [(1, 4), (1, 1_000_004), (3, 300_008), (1, 1001)])
+    def test_encode(self, world_size, n):
+        same.encode_bytes(same.vector(world_size * n).view(world_size, n).cuda())
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
     def test_encode_other_types(self, dtype):
@@ -96,10 +96,10 @@ class TestBytes:
         same.encode_bytes(torch.stack(rows).cuda())
 
     @pytest.mark.parametrize("keep", [True, False])
-    @pytest.mark.parametrize(("world", "n"), [(1, 4), (1, 1_000_004), (2, 300_004), (3, 300_008)])
-    def test_add(self, world, n, keep):
-        rows = same.vector(world * n).view(world, n)
-        same.add_bytes(same.vector(n, seed=9).cuda(), rows, factor=1 / world, keep=keep)
+    @pytest.mark.parametrize(("world_size", "n"), [(1, 4), (1, 1_000_004), (2, 300_004), (3, 300_008)])
+    def test_add(self, world_size, n, keep):
+        rows = same.vector(world_size * n).view(world_size, n)
+        same.add_bytes(same.vector(n, seed=9).cuda(), rows, factor=1 / world_size, keep=keep)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
     def test_add_to_other_types(self, dtype):
@@ -157,7 +157,7 @@ class TestLargest:
 
 def test_more_than_two_to_the_31():
     """The blocks at the far end are those of the end alone; no dice, because those know where they are."""
-    code, end = Code("sign", 1, 1024, "mean"), 10_001
+    code, end = BlockCode("sign", 1, 1024, "mean"), 10_001
     x = torch.zeros((1 << 31) + end, dtype=torch.bfloat16, device="cuda")
     x[-end:] = torch.randn(end, device="cuda")
     coded = gpu.encode_blocks(x, code, 0)
@@ -181,14 +181,14 @@ REDUCERS = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(("name", "knobs"), REDUCERS)
-def test_reducers(name, knobs, world):
+def test_reducers(name, knobs, world_size):
     """The mean and what is left are those of a CPU, but for elements in a thousand that were rounded the other way."""
 
     def work(device):
         def on(comm):
-            b = Bucket(0, [("p", torch.nn.Parameter(torch.zeros(300, 301, device=device)))], world)
+            b = Bucket(0, [("p", torch.nn.Parameter(torch.zeros(300, 301, device=device)))], world_size)
             x = torch.zeros(b.flat.numel())
             x[: b.n] = same.vector(b.n, seed=comm.rank)
             x, out = x.to(device), []
@@ -202,7 +202,7 @@ def test_reducers(name, knobs, world):
             pipeline.drain()
             return out
 
-        return threads.run(world, on, deadline_s=100.0)
+        return threads.run(world_size, on, timeout_s=100.0)
 
     for cuda, cpu in zip(work("cuda"), work("cpu"), strict=True):
         for got, want in zip(cuda, cpu, strict=True):
@@ -236,7 +236,7 @@ def test_powersgd(wire, tolerance):
         for b, x in zip(buckets, given, strict=True):
             x[b.n :], b.step = 0.0, step
         with no_waiting() if step else contextlib.nullcontext():
-            (mean, left), (other, rest) = threads.run(2, work, deadline_s=100.0)
+            (mean, left), (other, rest) = threads.run(2, work, timeout_s=100.0)
     assert torch.equal(mean, other)
     x, y = given
     assert ((x + y) / 2 - mean - (left + rest) / 2).abs().max() <= tolerance * x.abs().max()

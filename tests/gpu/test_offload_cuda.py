@@ -15,17 +15,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 WIDTH = 256
 CASES = {
     "guess": ({"store": "cpu"}, None, None),
-    "no guess": ({"store": "cpu", "guess": False}, None, None),
+    "no guess": ({"store": "cpu", "step": "on_step"}, None, None),
     "part": ({"store": "cpu", "device_gb": 0.002}, None, None),
     "clipped": ({"store": "cpu"}, 0.05, None),
     "a bad step": ({"store": "cpu"}, None, 5),
-    "gradients pass": ({"store": "cpu", "undo": False}, None, None),
-    "gradients pass, a bad step": ({"store": "cpu", "undo": False}, None, 5),
+    "gradients pass": ({"store": "cpu", "step": "stream"}, None, None),
+    "gradients pass, a bad step": ({"store": "cpu", "step": "stream"}, None, 5),
     "disk": ({"store": "nvme", "path": "FOLDER", "device_gb": 0.001, "host_gb": 0.001}, None, None),
     "disk, clipped": ({"store": "nvme", "path": "FOLDER"}, 0.05, None),
-    "disk, gradients pass": ({"store": "nvme", "path": "FOLDER", "undo": False}, None, None),
+    "disk, gradients pass": ({"store": "nvme", "path": "FOLDER", "step": "stream"}, None, None),
     "chosen": ({"store": "auto"}, None, None),
-    "chosen with little room": ({"store": "auto", "path": "FOLDER", "undo": False}, None, None),
+    "chosen with little room": ({"store": "auto", "path": "FOLDER", "step": "stream"}, None, None),
 }
 N = 6 * (WIDTH * WIDTH + WIDTH) + 8 * WIDTH + 8
 
@@ -57,21 +57,21 @@ def _train(stage, knobs, clip, bad):
 
 def _little(device, folder):
     """As if the GPU and its host were small: most of the state is on disk, some on the GPU."""
-    from paceline.stores.choosing import Room
+    from paceline.offload.memory_model import FreeMemory
 
-    return Room(device=9 * N, host=11 * N, disk=20 * N if folder else 0, total=20 * N)
+    return FreeMemory(device=9 * N, host=11 * N, disk=20 * N if folder else 0, total=20 * N)
 
 
 def _cases(rank, stage, folder):
     """All cases in one process: torch takes longer to start than they do."""
-    from paceline.stores import placing
+    from paceline.offload import placement
 
     warnings.simplefilter("ignore")
-    measured, found = placing.measured, {}
-    placing._BUCKET = 1 << 16
+    measured, found = placement.measured, {}
+    placement.BUCKET = 1 << 16
     for name, (knobs, clip, bad) in CASES.items():
         mine = {key: folder if value == "FOLDER" else value for key, value in knobs.items()}
-        placing.measured = _little if name == "chosen with little room" else measured
+        placement.measured = _little if name == "chosen with little room" else measured
         found[name] = (_train(stage, mine, clip, bad), _train(stage, {}, clip, bad))
     return found
 
@@ -87,7 +87,7 @@ def test_the_same_steps(stage, tmp_path):
 def _late(rank, stage, folder):
     warnings.simplefilter("ignore")
     disk = {"store": "nvme", "path": folder}
-    return [_train(stage, {**store, "late": True}, None, None) for store in ({"store": "cpu"}, disk)]
+    return [_train(stage, {**store, "step": "late"}, None, None) for store in ({"store": "cpu"}, disk)]
 
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
@@ -100,7 +100,7 @@ def test_one_step_late_on_disk_is_that_in_memory(stage, tmp_path):
 def _memory(rank, knobs):
     """Bytes a parameter on the GPU: between steps, and at the most in one."""
     import paceline
-    from paceline.shards import turns
+    from paceline.sharding import turns
 
     turns.AT_ONCE = 1 << 20  # a bucket
     warnings.simplefilter("ignore")
@@ -127,7 +127,7 @@ def _memory(rank, knobs):
 
 def test_what_is_on_the_device():
     [all_there], [away] = (
-        processes.values(processes.run(1, _memory, knobs)) for knobs in ({}, {"store": "cpu", "undo": False})
+        processes.values(processes.run(1, _memory, knobs)) for knobs in ({}, {"store": "cpu", "step": "stream"})
     )
     assert 13.9 < all_there[0] < 14.6  # parameters, masters, moments
     assert all_there[1] < 17.5, "gradients are stepped in fp32 a few at a time"

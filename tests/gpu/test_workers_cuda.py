@@ -30,7 +30,7 @@ def job(rank, method, optimizer, knobs):
         (loss * float("nan") if (rank, step) == (1, 5) else loss).backward()
         opt.step()
         opt.zero_grad()
-    with paceline.agreed():
+    with paceline.consensus():
         return nn.utils.parameters_to_vector(model.parameters()).cpu()
 
 
@@ -68,7 +68,7 @@ def test_a_trace_of_streams(tmp_path: Path):
         SCRIPT.format(path=[str(Path(__file__).parent), str(Path(__file__).parents[1])])
     )
     trace = tmp_path / "trace.json"
-    command = [sys.executable, "-m", "paceline.cli.main", "run", "-n", "2", "--trace", str(trace)]
+    command = [sys.executable, "-m", "paceline.tools.cli.main", "run", "-n", "2", "--trace", str(trace)]
     ended = subprocess.run([*command, str(tmp_path / "script.py")], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     events = json.loads(trace.read_text())["traceEvents"]

@@ -16,10 +16,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import threads
-from paceline.consensus import agreed, latest
+from marks import slow
+from paceline.core.consensus import consensus_weights, latest_weights
 from paceline.errors import MethodError
-from paceline.layouts.replicated import Replicated
 from paceline.method import Method, method
+from paceline.sharding.replicated import Replicated
 from paceline.syncs.async_average import AsyncAverage
 from processes import run, values
 from rig import Rig, alone, close, data, mlp, same, weights
@@ -75,11 +76,11 @@ def gradient(w, x, y):
     return torch.cat([g.flatten() for g in torch.autograd.grad(cross_entropy(MODEL(x), y), list(MODEL.parameters()))])
 
 
-def rider(rank, world, batches):
+def rider(rank, world_size, batches):
     """One worker by the formula. Where it needs a round's mean it yields its snapshot and whether it wants to stop."""
     w, snapshot, since = weights(mlp()).double(), None, 0
     for x, y in batches[: steps_of(rank)]:
-        w = w - LR * gradient(w, x.double().chunk(world)[rank], y.chunk(world)[rank])
+        w = w - LR * gradient(w, x.double().chunk(world_size)[rank], y.chunk(world_size)[rank])
         since += 1
         if snapshot is not None and since >= min(AGE, delay_of(rank)):
             mean, _ = yield snapshot, False
@@ -95,9 +96,9 @@ def rider(rank, world, batches):
     return w
 
 
-def simulate(world, batches):
+def simulate(world_size, batches):
     """Round by round: the mean of what all workers sent in it goes to all of them."""
-    riders = [rider(r, world, batches) for r in range(world)]
+    riders = [rider(r, world_size, batches) for r in range(world_size)]
     sent, rounds = [next(one) for one in riders], 0
     while True:
         rounds += 1
@@ -108,8 +109,8 @@ def simulate(world, batches):
             return end.value, rounds
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_it_goes_by_its_formula_and_a_rerun_is_bit_equal(world):
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_it_goes_by_its_formula_and_a_rerun_is_bit_equal(world_size):
     batches = data(16)
 
     def work(comm):
@@ -119,8 +120,8 @@ def test_it_goes_by_its_formula_and_a_rerun_is_bit_equal(world):
         rig.engine.method.sync.settle(rig.engine.ex)
         return weights(rig.model), rig.engine.ex.background.ops // len(rig.engine.buckets)
 
-    first, second = threads.run(world, work), threads.run(world, work)
-    want, rounds = simulate(world, batches)
+    first, second = threads.run(world_size, work), threads.run(world_size, work)
+    want, rounds = simulate(world_size, batches)
     got = same([w for w, _ in first])
     close(got, want, tol=1e-11)
     assert rounds > 3
@@ -171,8 +172,8 @@ def test_a_worker_waits_when_its_snapshot_has_its_age():
 # ---------------------------------------------------------------------------------------------------- around it
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_warm_up_goes_as_every_step(world):
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_warm_up_goes_as_every_step(world_size):
     """... and the first step after it does not."""
 
     def work(comm, steps):
@@ -180,13 +181,13 @@ def test_a_warm_up_goes_as_every_step(world):
         go_on(rig, data(6)[:steps])
         return weights(rig.model)
 
-    close(same(threads.run(world, lambda comm: work(comm, 5))), alone(data(6)[:5], plain))
-    after = threads.run(world, lambda comm: work(comm, 6))
+    close(same(threads.run(world_size, lambda comm: work(comm, 5))), alone(data(6)[:5], plain))
+    after = threads.run(world_size, lambda comm: work(comm, 6))
     assert not torch.equal(after[0], after[1])
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_with_the_real_clock_all_stop_together_and_can_go_on(world):
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_with_the_real_clock_all_stop_together_and_can_go_on(world_size):
     def work(comm):
         dice = random.Random(comm.rank)
         rig = rig_of(comm, AsyncAverage(every=1 + comm.rank % 2, age=3))
@@ -195,12 +196,12 @@ def test_with_the_real_clock_all_stop_together_and_can_go_on(world):
             for batch in part[: len(part) - comm.rank]:
                 time.sleep(dice.random() * 0.003)
                 go_on(rig, [batch])
-            with agreed(rig.engine):
+            with consensus_weights(rig.engine):
                 found.append(weights(rig.model))
             assert torch.equal(weights(rig.model), found[-1]), "settled weights are everybody's"
         return torch.stack(found)
 
-    found = same(threads.run(world, work))
+    found = same(threads.run(world_size, work))
     assert found.isfinite().all()
     assert not torch.equal(found[0], found[1])
     close(found[1], found[2])
@@ -211,7 +212,7 @@ def test_who_looks_without_waiting_sees_the_average_of_the_last_round():
 
     def seen(rig):
         own = weights(rig.model)
-        with latest(rig.engine):
+        with latest_weights(rig.engine):
             looked_at = weights(rig.model)
         assert torch.equal(weights(rig.model), own)
         return own, looked_at
@@ -280,17 +281,17 @@ def hurried(rank, seed):
     model = mlp()
     optimizer = plain(model)
     knobs = {"every": 1 + seed % 3, "age": 3} if seed % 2 else {"every": 1, "age": 1}
-    model, optimizer = paceline.prepare(model, optimizer, method="async_average", deadline=15.0, **knobs)
+    model, optimizer = paceline.prepare(model, optimizer, method="async_average", timeout=15.0, **knobs)
     found = []
     for part in range(2):
         for x, y in data(dice.randrange(12), seed=seed):
             time.sleep(dice.random() * 0.004 * (rank + 1))
-            x, y = (t.chunk(paceline.world())[rank] for t in (x, y))
+            x, y = (t.chunk(paceline.world_size())[rank] for t in (x, y))
             cross_entropy(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
         if part == 0:
-            with paceline.agreed():
+            with paceline.consensus():
                 found.append(weights(model))
     return found
 
@@ -308,7 +309,7 @@ def five(first):
         list(pool.map(no_hang, range(first, first + 5)))
 
 
-@pytest.mark.parametrize("first", range(0, 20, 5))
+@pytest.mark.parametrize("first", [0, *(slow(n) for n in range(5, 20, 5))])
 def test_processes_of_different_speeds_end_together(first):
     five(first)
 
@@ -324,14 +325,14 @@ def lost(rank):
 
     model = mlp()
     optimizer = plain(model)
-    model, optimizer = paceline.prepare(model, optimizer, method="async_average", every=1, deadline=15.0)
+    model, optimizer = paceline.prepare(model, optimizer, method="async_average", every=1, timeout=15.0)
     for step, (x, y) in enumerate(data(4)):
         cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
         if rank == 1 and step == 2:
             raise ValueError("out of luck")
-    with paceline.agreed():
+    with paceline.consensus():
         pass
 
 

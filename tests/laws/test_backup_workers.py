@@ -13,14 +13,17 @@ from torch import nn
 
 import processes
 import threads
-from laws_table import WORLDS
+from laws_table import on_every_world
+from marks import slow
 from paceline import registry
-from paceline.consensus import agreed
-from paceline.errors import DeadlineError, MethodError
+from paceline.comm.threads import Room, ThreadComm
+from paceline.core.consensus import consensus_weights
+from paceline.core.facts import Fact
+from paceline.errors import MethodError, PeerTimeoutError
 from paceline.method import Method, method
+from paceline.session.session import current
 from paceline.syncs._rounds import Rounds
 from paceline.syncs.backup_workers import BackupWorkers
-from paceline.threadcomm import Room, ThreadComm
 from rig import Rig, close, data, loop, mlp, same, sgd, train, weights
 
 LAM = 0.7
@@ -31,27 +34,27 @@ class Play:
     arrives. A worker that has made its steps ends.
     """
 
-    def __init__(self, world, backups, late, steps, seed=0):
-        self.world, self.k, self.late = world, max(1, world - backups), late
+    def __init__(self, world_size, backups, late, steps, seed=0):
+        self.world_size, self.k, self.late = world_size, max(1, world_size - backups), late
         self.model = mlp().double()
         self.params, self.opt = list(self.model.parameters()), sgd(self.model)
-        self.left, self.made = list(steps), [0] * world
+        self.left, self.made = list(steps), [0] * world_size
         self.batches = data(max(steps))
-        self.version = [0] * world
-        self.r, self.ended, self.ages, self.dropped = 0, set(), [{} for _ in steps], [0] * world
+        self.version = [0] * world_size
+        self.r, self.ended, self.ages, self.dropped = 0, set(), [{} for _ in steps], [0] * world_size
         self.arrived = []  # rank, gradient, weight, age
         self.waiting = set()
         self.turns = []  # (rank, who is ready to come, how many have ended)
-        self.gradient = [self.compute(rank) for rank in range(world)]
+        self.gradient = [self.compute(rank) for rank in range(world_size)]
         dice = random.Random(seed)
-        while ready := [r for r in range(world) if r not in self.ended | self.waiting]:
+        while ready := [r for r in range(world_size) if r not in self.ended | self.waiting]:
             rank = dice.choices(ready, [1 if r == 0 else 4 for r in ready])[0]  # worker 0 is slow
             self.turns.append((rank, set(ready), len(self.ended)))
             self.arrive(rank)
 
     def compute(self, rank):
         x, y = self.batches[self.made[rank]]
-        mine = slice(rank * 12 // self.world, (rank + 1) * 12 // self.world)
+        mine = slice(rank * 12 // self.world_size, (rank + 1) * 12 // self.world_size)
         loss = nn.functional.cross_entropy(self.model(x[mine].double()), y[mine])
         g = torch.autograd.grad(loss, self.params)
         return g, [p.detach().clone() for p in self.params], self.r
@@ -70,7 +73,7 @@ class Play:
         self.go()
 
     def go(self):
-        while self.arrived and len(self.arrived) >= min(self.k, self.world - len(self.ended)):
+        while self.arrived and len(self.arrived) >= min(self.k, self.world_size - len(self.ended)):
             total = sum(c for _, _, c, _ in self.arrived)
             for i, p in enumerate(self.params):
                 p.grad = sum(g[i] * c for _, g, c, _ in self.arrived) / total
@@ -130,19 +133,19 @@ def perform(play, backups, late):
         sync.ready = lambda ex: stages[0].come(comm.rank)
         loop([(x.double(), y) for x, y in play.batches[: play.left[comm.rank]]], model, opt, rig.take)
         own = weights(model)
-        with agreed(rig.engine):
+        with consensus_weights(rig.engine):
             inside = weights(model)
         assert torch.equal(weights(model), inside), f"after {own}"
         return inside, dict(sync.ages), sync.dropped
 
-    return threads.run(play.world, work)
+    return threads.run(play.world_size, work)
 
 
 @pytest.mark.parametrize("late", ["drop", "weigh", "dc"])
-@pytest.mark.parametrize(("world", "backups"), [(2, 1), (3, 1), (3, 2), (4, 1), (4, 2)])
-def test_it_goes_as_the_play(world, backups, late):
-    steps = [4, 9, 8, 7][:world]
-    play = Play(world, backups, late, steps)
+@pytest.mark.parametrize(("world_size", "backups"), [(2, 1), slow(3, 1), (3, 2), slow(4, 1), slow(4, 2)])
+def test_it_goes_as_the_play(world_size, backups, late):
+    steps = [4, 9, 8, 7][:world_size]
+    play = Play(world_size, backups, late, steps)
     first, second = perform(play, backups, late), perform(play, backups, late)
     result = same([w for w, _, _ in first])
     close(result, weights(play.model), 1e-12)
@@ -155,13 +158,13 @@ def test_it_goes_as_the_play(world, backups, late):
         assert any(age for ages in play.ages for age in ages)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_without_backups_it_is_every_step_bit_for_bit(world):
+@on_every_world
+def test_without_backups_it_is_every_step_bit_for_bit(world_size):
     spec = Method(sync=BackupWorkers(backups=0))
-    assert torch.equal(same(train(world, data(8), spec=spec)), same(train(world, data(8))))
+    assert torch.equal(same(train(world_size, data(8), spec=spec)), same(train(world_size, data(8))))
 
 
-def free(world, steps, sync, batches=None, slow=0.0):
+def free(world_size, steps, sync, batches=None, slow=0.0):
     """Nobody writes the order."""
 
     def work(comm):
@@ -173,24 +176,24 @@ def free(world, steps, sync, batches=None, slow=0.0):
         half = steps // 2
         mine = batches or data(steps)
         loop(mine[:half], model, opt, rig.take)
-        with agreed(rig.engine):
+        with consensus_weights(rig.engine):
             middle = weights(model)
         loop(mine[half:], model, opt, rig.take)
         rig.engine.method.sync.settle(rig.engine.ex)
         own = rig.engine.method.sync
         return middle, weights(model), sum(own.ages.values()) + own.dropped
 
-    results = threads.run(world, work)
+    results = threads.run(world_size, work)
     for part in (0, 1):
         assert same([r[part] for r in results]).isfinite().all()
     return [r[2] for r in results]
 
 
 @pytest.mark.parametrize("late", ["drop", "weigh", "dc"])
-@pytest.mark.parametrize("world", WORLDS)
-def test_at_every_meeting_all_have_the_same_weights_and_no_gradient_is_forgotten(world, late):
-    counted = free(world, 8, BackupWorkers(backups=1, late=late), slow=0.005)
-    assert counted == [8 if world > 1 else 0] * world
+@on_every_world
+def test_at_every_meeting_all_have_the_same_weights_and_no_gradient_is_forgotten(world_size, late):
+    counted = free(world_size, 8, BackupWorkers(backups=1, late=late), slow=0.005)
+    assert counted == [8 if world_size > 1 else 0] * world_size
 
 
 def test_an_update_needs_somebody():
@@ -210,8 +213,8 @@ def test_who_came_after_the_word_is_not_in_the_sum():
     """Worker 1's thread has not heard of the word yet when its gradient comes: counted too late, it stays out."""
 
     class Slow(Room):
-        def __init__(self, world):
-            super().__init__(world)
+        def __init__(self, world_size):
+            super().__init__(world_size)
             self.gate = threading.Event()
 
         def seen(self, key, seconds):
@@ -244,8 +247,8 @@ def test_too_few_gradients_are_an_error_in_time():
         if comm.rank == 0:
             loop(data(1), model, opt, rig.take)
 
-    with pytest.raises(DeadlineError, match="update 0 did not come"):
-        threads.run(3, work, deadline_s=0.3)
+    with pytest.raises(PeerTimeoutError, match="update 0 did not come"):
+        threads.run(3, work, timeout_s=0.3)
 
 
 def test_a_worker_that_fails_ends_the_others():
@@ -270,7 +273,7 @@ def test_bad_knobs(knobs):
 
 
 def test_a_reducer_that_estimates_is_refused():
-    with pytest.raises(MethodError, match="exact mean"):
+    with pytest.raises(MethodError, match=Fact.EXACT_MEAN.value):
         method("backup_workers+int8")
 
 
@@ -279,8 +282,8 @@ def job(rank, late, dies=None):
 
     model = mlp()
     opt = sgd(model)
-    model, opt = paceline.prepare(model, opt, method="backup_workers", late=late, bucket_mb=0.0005, deadline=20)
-    sync = next(iter(paceline.api._session.pack)).method.sync
+    model, opt = paceline.prepare(model, opt, method="backup_workers", late=late, bucket_mb=0.0005, timeout=20)
+    sync = next(iter(current().engines)).method.sync
     for t, (x, y) in enumerate(data(10 if rank else 4)):
         if rank == 0:
             time.sleep(0.02)
@@ -289,19 +292,19 @@ def job(rank, late, dies=None):
         nn.functional.cross_entropy(model(x[rank::3]), y[rank::3]).backward()
         opt.step()
         opt.zero_grad()
-    with paceline.agreed():
+    with paceline.consensus():
         inside = weights(model)
     return inside, sum(sync.ages.values()) + sync.dropped
 
 
-@pytest.mark.parametrize(("world", "late"), [(2, "drop"), (3, "weigh"), (4, "dc")])
-def test_between_processes(world, late):
-    results = processes.values(processes.run(world, job, late))
+@pytest.mark.parametrize(("world_size", "late"), [slow(2, "drop"), (3, "weigh"), slow(4, "dc")])
+def test_between_processes(world_size, late):
+    results = processes.values(processes.run(world_size, job, late))
     assert same([w for w, _ in results]).isfinite().all()
-    assert [n for _, n in results] == [4] + [10] * (world - 1)
+    assert [n for _, n in results] == [4] + [10] * (world_size - 1)
 
 
-@pytest.mark.parametrize("dies", [0, 2])
+@pytest.mark.parametrize("dies", [slow(0), 2])
 def test_a_process_that_dies_ends_the_others(dies):
     """With worker 0 the store is gone, and nobody can be named."""
     outcomes = processes.run(3, job, "drop", dies)

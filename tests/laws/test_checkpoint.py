@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import threads
-from paceline import consensus, registry
+from paceline import registry
+from paceline.checkpoint import folders
 from paceline.checkpoint import load as loading
 from paceline.checkpoint import save as saving
-from paceline.checkpoint.reader import Checkpoint, whole
+from paceline.checkpoint.reader import Checkpoint, PlainFile, whole
+from paceline.comm.threads import ThreadComm
+from paceline.core import consensus
 from paceline.errors import CheckpointError, UsageError
 from paceline.method import Method, method
-from paceline.things import Things
-from paceline.threadcomm import ThreadComm
+from paceline.session.objects import Objects
 from rig import Complex, Rig, adamw, built, close, data, mlp, same, sgd, weights
 
 LAYOUTS = list(registry.parts("layout"))
@@ -27,7 +31,7 @@ layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 def args(one):
     lane = vars(one).setdefault("lane", ThreadComm(one.comm.room, one.comm.rank, "checkpoint"))
-    return Things.sort([one.model, one.optimizer]), [one.engine], lane
+    return Objects.sort([one.model, one.optimizer]), [one.engine], lane
 
 
 def save(one, folder, **extra):
@@ -46,7 +50,7 @@ def walk(one, batches, narrow=False):
         one.optimizer.zero_grad()
 
 
-def trained(world, spec, batches, *, optimizer=adamw, make=mlp, begin=None, end=None, narrow=False, **rig):
+def trained(world_size, spec, batches, *, optimizer=adamw, make=mlp, begin=None, end=None, narrow=False, **rig):
     def work(comm):
         model = make()
         one = Rig(comm, model, optimizer(model), spec=spec, **rig)
@@ -57,10 +61,10 @@ def trained(world, spec, batches, *, optimizer=adamw, make=mlp, begin=None, end=
             end(one)
         return torch.cat([v.flatten() for v in model.state_dict().values()])
 
-    return threads.run(world, work)
+    return threads.run(world_size, work)
 
 
-def goes_on(tmp_path, world, spec, *, then=None, again=None, steps=(4, 4), saves=False, **how):
+def goes_on(tmp_path, world_size, spec, *, then=None, again=None, steps=(4, 4), saves=False, **how):
     """The weights without a stop, and those of a second run that loads what the first saved half-way.
 
     saves: what goes on saves too, where that lets arrive what would have been under way for longer.
@@ -73,9 +77,9 @@ def goes_on(tmp_path, world, spec, *, then=None, again=None, steps=(4, 4), saves
             save(one, tmp_path / "aside")
         walk(one, rest, how.get("narrow", False))
 
-    straight = trained(world, spec, first, end=end, **how)
-    trained(world, spec, first, end=lambda one: save(one, tmp_path), **how)
-    return straight, trained(then or world, again or spec, rest, begin=lambda one: load(one, tmp_path), **how)
+    straight = trained(world_size, spec, first, end=end, **how)
+    trained(world_size, spec, first, end=lambda one: save(one, tmp_path), **how)
+    return straight, trained(then or world_size, again or spec, rest, begin=lambda one: load(one, tmp_path), **how)
 
 
 def equal(straight, after):
@@ -92,9 +96,9 @@ def quick(monkeypatch):
 
 
 @layouts
-@pytest.mark.parametrize(("world", "optimizer"), [(1, adamw), (2, sgd), (3, adamw)], ids=["1", "2", "3"])
-def test_to_go_on_is_not_to_have_stopped(tmp_path, layout, world, optimizer):
-    equal(*goes_on(tmp_path, world, layout, optimizer=optimizer))
+@pytest.mark.parametrize(("world_size", "optimizer"), [(1, adamw), (2, sgd), (3, adamw)], ids=["1", "2", "3"])
+def test_to_go_on_is_not_to_have_stopped(tmp_path, layout, world_size, optimizer):
+    equal(*goes_on(tmp_path, world_size, layout, optimizer=optimizer))
 
 
 @layouts
@@ -139,6 +143,20 @@ def test_complex_ones_and_another_order_of_memory(tmp_path, layout):
     equal(*goes_on(tmp_path / "b", 2, layout, make=built(Complex)))
 
 
+def test_the_number_of_a_checkpoint_is_not_the_methods_clock(tmp_path):
+    """Saved as step=1, an epoch: local_sgd still agrees after the steps it would have agreed after."""
+    batches, spec = data(7), method("local_sgd", every=4)
+
+    def end(one):
+        saving.save(tmp_path, *args(one), step=1, extra={})
+        walk(one, batches[3:5])
+
+    straight = trained(2, spec, batches[:3], optimizer=sgd, end=end)
+    assert torch.equal(straight[0], straight[1]) is False
+    after = trained(2, spec, batches[3:5], optimizer=sgd, begin=lambda one: load(one, tmp_path))
+    equal(straight, after)
+
+
 # ------------------------------------------------------------------------------- another world, another layout
 
 
@@ -180,13 +198,13 @@ def test_another_order_of_memory_than_it_was_saved_in(tmp_path, orders):
 
 def test_sharing_it_out_anew_changes_no_bit(tmp_path):
     trained(3, "zero3", data(4), end=lambda one: save(one, tmp_path / "0"))
-    for i, (world, layout) in enumerate([(2, "zero1"), (4, "replicated"), (1, "zero3"), (3, "zero3")]):
+    for i, (world_size, layout) in enumerate([(2, "zero1"), (4, "replicated"), (1, "zero3"), (3, "zero3")]):
 
         def again(one, i=i):
             load(one, tmp_path / str(i))
             save(one, tmp_path / str(i + 1))
 
-        trained(world, layout, [], begin=again)
+        trained(world_size, layout, [], begin=again)
     first, last = (Checkpoint(tmp_path / name / "step-000004") for name in ("0", "4"))
     keys = [key for key in first.manifest.tensors if not key.startswith("worker/")]
     assert keys
@@ -203,7 +221,7 @@ def test_the_mean_of_leftovers_stays_what_it_was(tmp_path):
     def leftovers(one):
         part = one.engine.method.reducer
         saved = part.state.save(one.engine.buckets)
-        means[one.comm.world, one.comm.rank] = torch.cat([saved[key].double() for key in sorted(saved)])
+        means[one.comm.world_size, one.comm.rank] = torch.cat([saved[key].double() for key in sorted(saved)])
 
     def end(one):
         save(one, tmp_path)
@@ -227,7 +245,7 @@ def test_on_other_workers_all_begin_where_those_agreed(tmp_path, sync):
 
     def end(one):
         save(one, tmp_path)
-        with consensus.agreed(one.engine):
+        with consensus.consensus_weights(one.engine):
             centre[one.comm.rank] = weights(one.model).clone()
         assert not torch.equal(weights(one.model), centre[one.comm.rank]), "a worker's own"
 
@@ -257,12 +275,12 @@ def test_what_was_made_whole_before_is_not_used_after(tmp_path):
 
 @layouts
 def test_into_a_plain_model(tmp_path, layout):
-    from paceline.alone import Alone
+    from paceline.comm.single import SingleComm
 
     straight = trained(2, layout, data(4), end=lambda one: save(one, tmp_path, epoch=3))
     model = mlp(1)
     opt = adamw(model)
-    assert loading.load(tmp_path, Things.sort([model, opt]), [], Alone()) == {"epoch": 3}
+    assert loading.load(tmp_path, Objects.sort([model, opt]), [], SingleComm()) == {"epoch": 3}
     assert torch.equal(torch.cat([v.flatten() for v in model.state_dict().values()]), straight[0])
     assert opt.state[model[0].weight]["step"] == 4
     assert opt.state[model[0].weight]["exp_avg"].shape == (16, 6)
@@ -274,10 +292,10 @@ def test_no_byte_is_written_twice(tmp_path, layout):
     book = Checkpoint(tmp_path / "step-000002").manifest
     elements = sum(p.numel() for p in mlp().parameters())
     common = [entry for key, entry in book.tensors.items() if not key.startswith("worker/")]
-    written = sum(piece.stop - piece.start for entry in common for piece in entry.pieces)
+    written = sum(stretch.stop - stretch.start for entry in common for stretch in entry.stretches)
     assert written == 3 * elements  # parameters and two moments
     if layout == "replicated":
-        sizes = [sum(p.stop - p.start for e in common for p in e.pieces if p.file // 2 == r) for r in range(3)]
+        sizes = [sum(p.stop - p.start for e in common for p in e.stretches if p.file // 2 == r) for r in range(3)]
         assert max(sizes) - min(sizes) <= 2, "one is larger than another"
 
 
@@ -340,6 +358,53 @@ def test_another_model_or_optimizer_is_named_on_all_workers(tmp_path, layout):
     ):
         with pytest.raises(CheckpointError, match=word):
             trained(2, layout, [], begin=lambda one: load(one, tmp_path), **how)
+
+
+def test_workers_that_see_different_folders_are_told(tmp_path, monkeypatch):
+    """Each host has a disk of its own: the path is the same, and what lies there is not."""
+    trained(2, "exact", data(1), end=lambda one: save(one, tmp_path))
+
+    class Other(Checkpoint):
+        def __init__(self, path):
+            super().__init__(path)
+            self.checksum += f" {threading.get_ident()}"
+
+    monkeypatch.setattr(folders, "Checkpoint", Other)
+    with pytest.raises(CheckpointError, match="not the same for all workers"):
+        trained(2, "exact", [], begin=lambda one: load(one, tmp_path))
+
+
+def test_workers_that_see_different_plain_files_are_told(tmp_path, monkeypatch):
+    for name, seed in (("0", 0), ("1", 1)):
+        save_file(mlp(seed).state_dict(), tmp_path / name)
+    first = threading.Lock()  # the worker who takes it reads the first file
+    real = PlainFile.__init__
+
+    def init(self, path):
+        real(self, path if first.acquire(blocking=False) else tmp_path / "1")
+
+    monkeypatch.setattr(PlainFile, "__init__", init)
+    with pytest.raises(CheckpointError, match="not the same for all workers"):
+        trained(2, "exact", [], begin=lambda one: load(one, tmp_path / "0"))
+
+
+def test_what_one_worker_cannot_read_is_heard_by_all(tmp_path, monkeypatch):
+    trained(2, "zero3", data(1), end=lambda one: save(one, tmp_path))
+    real, heard = loading.Loading.load, []
+
+    def load_(self):
+        if self.comm.rank == 1:
+            raise CheckpointError("the disk has gone")
+        real(self)
+
+    def begin(one):
+        with pytest.raises(CheckpointError, match="the disk has gone"):
+            load(one, tmp_path)
+        heard.append(one.comm.rank)
+
+    monkeypatch.setattr(loading.Loading, "load", load_)
+    trained(2, "zero3", [], begin=begin)
+    assert sorted(heard) == [0, 1]
 
 
 def test_methods_that_keep_their_own_pace_load_before(tmp_path):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+import time
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -10,7 +14,9 @@ from torch.nn.functional import cross_entropy
 from typer.testing import CliRunner
 
 import processes
-from paceline.cli.main import app
+from marks import slow
+from paceline.checkpoint.reader import Checkpoint
+from paceline.tools.cli.main import app
 from rig import adamw, close, data, same
 
 
@@ -27,7 +33,7 @@ def _job(rank, layout, folder, saves, loads, steps):
     for step, (x, y) in enumerate(data(max(steps, default=-1) + 1)):
         if step not in steps:
             continue
-        share = slice(rank * 12 // paceline.world(), (rank + 1) * 12 // paceline.world())
+        share = slice(rank * 12 // paceline.world_size(), (rank + 1) * 12 // paceline.world_size())
         cross_entropy(model(x[share].bfloat16()), y[share]).backward()
         opt.step()
         opt.zero_grad()
@@ -38,11 +44,11 @@ def _job(rank, layout, folder, saves, loads, steps):
     return torch.cat([v.flatten() for v in model.state_dict().values()]).float()
 
 
-def job(world, *args):
-    return same(processes.values(processes.run(world, _job, *args)))
+def job(world_size, *args):
+    return same(processes.values(processes.run(world_size, _job, *args)))
 
 
-@pytest.mark.parametrize("layout", ["replicated", "zero3"])
+@pytest.mark.parametrize("layout", [slow("replicated"), "zero3"])
 def test_to_go_on_is_not_to_have_stopped(tmp_path, layout):
     """With dropout, a schedule, 16 bits: bit for bit on as many workers; and it can be exported."""
     straight = job(2, layout, tmp_path, 2, False, range(6))
@@ -83,6 +89,76 @@ def _disk(rank, folder):
 def test_a_full_disk_of_one_worker_is_heard_by_all(tmp_path):
     assert processes.values(processes.run(2, _disk, tmp_path)) == [True, True]
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def _saving(rank, folder, last):
+    """Save for ever, or `last` times."""
+    import contextlib
+
+    import paceline
+    from paceline.errors import CheckpointError
+
+    model = nn.Linear(64, 64)
+    opt = adamw(model)
+    model, opt = paceline.prepare(model, opt, method="zero3")
+    n = 0
+    with contextlib.suppress(CheckpointError):
+        n = paceline.load(folder, model, opt)["n"]
+    (folder.parent / f"begun-{rank}").touch()
+    for _ in itertools.count() if last is None else range(last):
+        n += 1
+        paceline.save(folder, model, opt, step=n, extra={"n": n}, keep=2)
+    return n
+
+
+def _killed(folder, whom, delay_s):
+    """Start two workers that save for ever, kill some, and see that the others end."""
+    marks = [folder.parent / f"begun-{rank}" for rank in range(2)]
+    for mark in marks:
+        mark.unlink(missing_ok=True)
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(processes.free_port())}
+    workers, pipes = [], []
+    for rank in range(2):
+        own = {**env, "GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        here, there = processes._context.Pipe()
+        args = (rank, own, _saving, (folder, None), there)
+        workers.append(processes._context.Process(target=processes._worker, args=args))
+        workers[-1].start()
+        pipes.append(here)
+    try:
+        for _ in range(6000):
+            if all(mark.exists() for mark in marks):
+                break
+            time.sleep(0.01)
+        time.sleep(delay_s)
+        for rank in whom:
+            workers[rank].kill()
+        for worker in workers:
+            worker.join(60)
+            assert not worker.is_alive(), "a survivor waits for ever"
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_kill_9_of_workers_while_they_save(tmp_path):
+    """Of worker 0, of the other, of both: what is called step-... is whole, and the next job leaves nothing else."""
+    folder, draw, newest = tmp_path / "run", random.Random(0), 0
+    for turn in range(9):
+        _killed(folder, ([0], [1], [0, 1])[turn % 3], draw.random() * 0.3)
+        found = []
+        for path in folder.glob("step-*"):
+            saved = Checkpoint(path)
+            for i in range(4):
+                saved.check_file(i)
+            found.append(saved.manifest.extra["n"])
+        assert max(found, default=0) >= newest
+        newest = max(found, default=0)
+    assert processes.values(processes.run(2, _saving, folder, 2)) == [newest + 2] * 2
+    assert sorted(path.name for path in folder.iterdir()) == [f"step-{newest + n:06d}" for n in (1, 2)]
 
 
 def _wrong(rank, folder):

@@ -13,9 +13,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import threads
+from marks import slow
 from paceline import registry
+from paceline.core.facts import Fact
+from paceline.core.parts import Reduced, Reducer
 from paceline.method import Method, method
-from paceline.parts import KEEPS, Reduced, Reducer
 from rig import Rig, close, data, loop, mlp, same, weights
 
 KNOBS = {"warmup": {"steps": 2}}  # or the tests would end before it does
@@ -34,14 +36,14 @@ def facts(name):
 
 
 def random(name):
-    return "unbiased" in registry.find(name).gives and "exact mean" not in registry.find(name).gives
+    return Fact.UNBIASED in registry.find(name).gives and Fact.EXACT_MEAN not in registry.find(name).gives
 
 
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)  # without momentum, which dgc does itself
 
 
-def run(world, name, work, make=mlp, **settings):
+def run(world_size, name, work, make=mlp, **settings):
     """work(model, optimizer, rig) on every worker."""
 
     def worker(comm):
@@ -49,30 +51,30 @@ def run(world, name, work, make=mlp, **settings):
         opt = sgd(model)
         return work(model, opt, Rig(comm, model, opt, spec=made(name), **settings))
 
-    return threads.run(world, worker)
+    return threads.run(world_size, worker)
 
 
 @pytest.mark.parametrize("name", REDUCERS)
-@pytest.mark.parametrize("world", [2, 3])
-def test_two_halves_of_a_batch_are_the_batch(name, world):
+@pytest.mark.parametrize("world_size", [slow(2), 3])
+def test_two_halves_of_a_batch_are_the_batch(name, world_size):
     """What a worker holds when it sends is the same, so what it sends is, and what it keeps."""
     batches = data(5)
 
     def halves(x):
         """Two micro-batches, of which every worker's shares make up its share of the whole."""
-        per_worker = [part.chunk(2) for part in x.chunk(world)]
+        per_worker = [part.chunk(2) for part in x.chunk(world_size)]
         return [torch.cat([p[i] for p in per_worker]) for i in range(2)]
 
     small = [pair for x, y in batches for pair in zip(halves(x), halves(y), strict=True)]
-    got = same(run(world, name, lambda m, o, r: loop(small, m, o, r.take), accumulate=2))
-    want = same(run(world, name, lambda m, o, r: loop(batches, m, o, r.take)))
+    got = same(run(world_size, name, lambda m, o, r: loop(small, m, o, r.take), accumulate=2))
+    want = same(run(world_size, name, lambda m, o, r: loop(batches, m, o, r.take)))
     close(got, want, tol=TIPPED if random(name) else 1e-5)
     assert not torch.equal(got, weights(mlp()))
 
 
 @pytest.mark.parametrize("name", REDUCERS)
-@pytest.mark.parametrize("world", [2, 3])
-def test_clipping_sees_the_agreed_norm(name, world):
+@pytest.mark.parametrize("world_size", [slow(2), 3])
+def test_clipping_sees_the_agreed_norm(name, world_size):
     batches = data(5)
 
     def clipped(model, opt, r):
@@ -87,13 +89,13 @@ def test_clipping_sees_the_agreed_norm(name, world):
             opt.zero_grad()
         return torch.stack(norms), weights(model)
 
-    results = run(world, name, clipped)
+    results = run(world_size, name, clipped)
     assert (same([norms for norms, _ in results]) > 0).all()
     moved = same([w for _, w in results]) - weights(mlp())
     assert 0 < moved.norm() <= 5 * 0.1 * 0.05 * (1 + 1e-4), "five clipped steps go no further than that"
 
 
-@pytest.mark.parametrize("name", [name for name in REDUCERS if KEEPS in facts(name)])
+@pytest.mark.parametrize("name", [name for name in REDUCERS if Fact.KEEPS_LEFTOVERS in facts(name)])
 def test_a_growing_loss_scale_changes_nothing(name):
     """Leftovers are in true units. The scales are powers of two: not a bit may differ."""
     batches = data(8)
@@ -122,20 +124,20 @@ def test_a_growing_loss_scale_changes_nothing(name):
 
 
 @pytest.mark.parametrize("name", REDUCERS)
-@pytest.mark.parametrize("world", [2, 3])
-def test_bf16_parameters(name, world):
+@pytest.mark.parametrize("world_size", [slow(2), 3])
+def test_bf16_parameters(name, world_size):
     batches = [(x.bfloat16(), y) for x, y in data(6)]
-    got = same(run(world, name, lambda m, o, r: loop(batches, m, o, r.take), make=lambda: mlp().bfloat16()))
+    got = same(run(world_size, name, lambda m, o, r: loop(batches, m, o, r.take), make=lambda: mlp().bfloat16()))
     assert got.dtype == torch.bfloat16
     assert got.isfinite().all()
     assert not torch.equal(got, weights(mlp().bfloat16()))
 
 
 @pytest.mark.parametrize("name", REDUCERS)
-@pytest.mark.parametrize(("world", "size"), [(2, 7), (3, 7), (3, 2)])  # 2 samples of 3 workers: one has none
-def test_uneven_data(name, world, size):
+@pytest.mark.parametrize(("world_size", "size"), [slow(2, 7), (3, 7), (3, 2)])  # 2 samples of 3 workers: one has none
+def test_uneven_data(name, world_size, size):
     batches = data(6, size=size)
-    got = same(run(world, name, lambda m, o, r: loop(batches, m, o, r.take)))
+    got = same(run(world_size, name, lambda m, o, r: loop(batches, m, o, r.take)))
     assert got.isfinite().all()
     assert not torch.equal(got, weights(mlp()))
 

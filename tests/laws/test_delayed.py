@@ -10,11 +10,12 @@ from torch import nn
 
 import processes
 import threads
-from laws_table import WORLDS, reducers
+from laws_table import reducers
+from marks import slow
 from paceline import registry
+from paceline.core.pipeline import Task
 from paceline.errors import MethodError, UsageError
 from paceline.method import Method, method
-from paceline.pipeline import Task
 from paceline.syncs.delayed import Delayed
 from rig import Rig, alone, close, data, loop, mlp, same, sgd, train, weights
 
@@ -26,7 +27,7 @@ def sharp(batches):
     return [(x.double(), y) for x, y in batches]
 
 
-def oracle(world, batches, s, correction="none", without=None):
+def oracle(world_size, batches, s, correction="none", without=None):
     """All workers in one process, in fp64: gradients of each at w_t, their mean, applied s steps later; those of step
     `without` never.
     """
@@ -34,10 +35,10 @@ def oracle(world, batches, s, correction="none", without=None):
     params, opt, queue = list(model.parameters()), sgd(model), []
     for t, (x, y) in enumerate(sharp(batches)):
         total = [torch.zeros_like(p) for p in params]
-        for mine, labels in zip(x.tensor_split(world), y.tensor_split(world), strict=True):
+        for mine, labels in zip(x.tensor_split(world_size), y.tensor_split(world_size), strict=True):
             loss = nn.functional.cross_entropy(model(mine), labels)
             for g_bar, g in zip(total, torch.autograd.grad(loss, params), strict=True):
-                g_bar += g / world
+                g_bar += g / world_size
         queue.append((total, [p.detach().clone() for p in params]))
         if len(queue) <= s:
             continue
@@ -54,23 +55,23 @@ def oracle(world, batches, s, correction="none", without=None):
     return weights(model)
 
 
-def delayed(world, batches, s, correction="none", **rig):
+def delayed(world_size, batches, s, correction="none", **rig):
     def work(comm):
         model = mlp().double()
         opt = sgd(model)
         spec = Method(sync=Delayed(staleness=s, correction=correction, lam=LAM))
         return loop(sharp(batches), model, opt, Rig(comm, model, opt, spec=spec, **rig).take)
 
-    return threads.run(world, work)
+    return threads.run(world_size, work)
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("s", [1, 2, 3])
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_it_goes_as_the_formula(world, s, correction):
+@pytest.mark.parametrize("world_size", [slow(2), 3, slow(4)])
+def test_it_goes_as_the_formula(world_size, s, correction):
     batches = data(STEPS)
-    result = same(delayed(world, batches, s, correction))
-    close(result, oracle(world, batches, s, correction), 1e-12)
+    result = same(delayed(world_size, batches, s, correction))
+    close(result, oracle(world_size, batches, s, correction), 1e-12)
 
 
 def test_a_world_of_one_has_nobody_to_wait_for():
@@ -79,11 +80,11 @@ def test_a_world_of_one_has_nobody_to_wait_for():
 
 
 @pytest.mark.parametrize("name", ["exact", "int8", "topk", "powersgd"])
-@pytest.mark.parametrize("world", WORLDS)
-def test_without_a_delay_it_is_every_step_bit_for_bit(world, name):
+@pytest.mark.parametrize("world_size", [slow(1), slow(2), 3, slow(4)])
+def test_without_a_delay_it_is_every_step_bit_for_bit(world_size, name):
     recipe = method(name)
     spec = Method(**{**recipe.axes(), "sync": Delayed(staleness=0)})
-    assert torch.equal(same(train(world, data(STEPS), spec=spec)), same(train(world, data(STEPS), spec=name)))
+    assert torch.equal(same(train(world_size, data(STEPS), spec=spec)), same(train(world_size, data(STEPS), spec=name)))
 
 
 class Fixed(nn.Module):
@@ -97,10 +98,10 @@ class Fixed(nn.Module):
         return (self.a * g[:288].view(24, 12)).sum() + (self.b * g[288:]).sum()
 
 
-def fixed(world, steps, spec, seed=3):
+def fixed(world_size, steps, spec, seed=3):
     """The sum of the means applied, in `steps` steps."""
     g = torch.Generator().manual_seed(seed)
-    gradients = torch.randn(10, world, 328, generator=g)
+    gradients = torch.randn(10, world_size, 328, generator=g)
 
     def work(comm):
         model = Fixed()
@@ -112,10 +113,10 @@ def fixed(world, steps, spec, seed=3):
             opt.zero_grad()
         return weights(model)
 
-    return same(threads.run(world, work))
+    return same(threads.run(world_size, work))
 
 
-@pytest.mark.parametrize("s", [1, 3])
+@pytest.mark.parametrize("s", [1, slow(3)])
 @pytest.mark.parametrize("name", sorted({name for name, _ in reducers()} - {"error_feedback", "warmup", "per_bucket"}))
 def test_any_reducer_gives_the_means_it_gives_without_a_delay(name, s):
     """Where gradients do not depend on the weights a delay only shifts them: leftovers and all, to the bit."""
@@ -264,14 +265,17 @@ def job(rank, s, correction):
     spec = Method(sync=Delayed(staleness=s, correction=correction, lam=LAM))
     model, opt = paceline.prepare(model, opt, method=spec, bucket_mb=0.0005)
     for x, y in sharp(data(STEPS)):
-        x, y = x.tensor_split(paceline.world())[rank], y.tensor_split(paceline.world())[rank]
+        x, y = x.tensor_split(paceline.world_size())[rank], y.tensor_split(paceline.world_size())[rank]
         nn.functional.cross_entropy(model(x), y).backward()
         opt.step()
         opt.zero_grad()
     return weights(model)
 
 
-@pytest.mark.parametrize(("world", "s", "correction"), [(2, 1, "none"), (3, 2, "dc"), (4, 3, "scale")])
-def test_between_processes(world, s, correction):
-    result = same(processes.values(processes.run(world, job, s, correction)))
-    close(result, oracle(world, data(STEPS), s, correction), 1e-12)
+@pytest.mark.parametrize(
+    ("world_size", "s", "correction"),
+    [slow(2, 1, "none"), (3, 2, "dc"), slow(4, 3, "scale")],
+)
+def test_between_processes(world_size, s, correction):
+    result = same(processes.values(processes.run(world_size, job, s, correction)))
+    close(result, oracle(world_size, data(STEPS), s, correction), 1e-12)

@@ -9,7 +9,7 @@ import torch
 
 import threads
 from laws_table import fresh, reduce, vector
-from paceline.bucket import Bucket
+from paceline.core.bucket import Bucket
 from paceline.errors import MethodError
 from paceline.method import method
 from rig import Rig, alone, close, data, loop, mlp, same, train, weights
@@ -25,8 +25,8 @@ def heavy(nesterov):
     return lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=nesterov)
 
 
-def bucket(world, *shapes, index=0):
-    return Bucket(index, [(f"p{i}", torch.nn.Parameter(torch.zeros(s))) for i, s in enumerate(shapes)], world)
+def bucket(world_size, *shapes, index=0):
+    return Bucket(index, [(f"p{i}", torch.nn.Parameter(torch.zeros(s))) for i, s in enumerate(shapes)], world_size)
 
 
 class Paper:
@@ -56,38 +56,38 @@ class Paper:
         return sent.mean(0)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("knobs", [{}, {"nesterov": True}, {"clip": 2.0}, {"momentum": 0.5}])
 @pytest.mark.parametrize("shapes", [SHAPES, [(33,), (5,)]], ids=["matrices", "vectors"])
-def test_the_formulas_over_20_steps(world, knobs, shapes):
+def test_the_formulas_over_20_steps(world_size, knobs, shapes):
     def work(comm):
-        b, reducer, means = bucket(comm.world, *shapes), fresh("dgc", {"ratio": 0.1, **knobs}), []
+        b, reducer, means = bucket(comm.world_size, *shapes), fresh("dgc", {"ratio": 0.1, **knobs}), []
         for b.step in range(20):
             means.append(reduce(comm, reducer, b, vector(b, 10 * b.step + comm.rank))[0])
             reducer.state.commit()
         return torch.stack(means)
 
-    seen = same(threads.run(world, work))
-    m, b = knobs.get("momentum", 0.9), bucket(world, *shapes)
+    seen = same(threads.run(world_size, work))
+    m, b = knobs.get("momentum", 0.9), bucket(world_size, *shapes)
     for s in b.slots:
         kept = {k: v for k, v in knobs.items() if k != "momentum"}
         paper = Paper(m=m, sparse=s.param.dim() > 1, **kept)
         for step in range(20):
-            g = torch.stack([vector(b, 10 * step + w)[s.start : s.stop] for w in range(world)]).double()
+            g = torch.stack([vector(b, 10 * step + w)[s.start : s.stop] for w in range(world_size)]).double()
             close(seen[step, s.start : s.stop].double(), paper.step(g, 0.1), tol=1e-5)
 
 
-@pytest.mark.parametrize(("world", "warmup"), [(2, 0), (3, 0), (2, 8)])
-def test_training_follows_the_paper(world, warmup):
+@pytest.mark.parametrize(("world_size", "warmup"), [(2, 0), (3, 0), (2, 8)])
+def test_training_follows_the_paper(world_size, warmup):
     """The engine, its buckets and the schedule of the ratio; biases are not sparsified."""
     batches, ratio = data(12), 0.01
     spec = {"ratio": ratio, "warmup": warmup}
-    seen = same(train(world, batches, plain, spec="dgc", knobs=spec))
+    seen = same(train(world_size, batches, plain, spec="dgc", knobs=spec))
     model = mlp()
     papers = [Paper(sparse=p.dim() > 1) for p in model.parameters()]
     for step, (x, y) in enumerate(batches):
         grads = []
-        for mine in zip(x.chunk(world), y.chunk(world), strict=True):
+        for mine in zip(x.chunk(world_size), y.chunk(world_size), strict=True):
             torch.nn.functional.cross_entropy(model(mine[0]), mine[1]).backward()
             grads.append([p.grad.flatten().double() for p in model.parameters()])
             model.zero_grad()
@@ -97,12 +97,12 @@ def test_training_follows_the_paper(world, warmup):
     close(seen, weights(model), tol=1e-5)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("ratio", [1.0, 0.9], ids=["ratio 1", "fewer bytes"])
-def test_dense_limit_is_sgd_with_momentum(world, nesterov, ratio):
+def test_dense_limit_is_sgd_with_momentum(world_size, nesterov, ratio):
     batches = data(10)
-    seen = same(train(world, batches, plain, spec="dgc", knobs={"ratio": ratio, "nesterov": nesterov}))
+    seen = same(train(world_size, batches, plain, spec="dgc", knobs={"ratio": ratio, "nesterov": nesterov}))
     close(seen, alone(batches, heavy(nesterov)), tol=1e-5)
 
 
@@ -111,7 +111,7 @@ def test_what_waits_is_sent_when_all_is_sent(nesterov):
     """From sparse to dense and back: nothing stays behind, nothing is sent twice, and workers agree."""
 
     def work(comm):
-        b, reducer, means = bucket(comm.world, *SHAPES), fresh("dgc", {"nesterov": nesterov}), []
+        b, reducer, means = bucket(comm.world_size, *SHAPES), fresh("dgc", {"nesterov": nesterov}), []
         for b.step in range(12):
             reducer.ratio = 1.0 if b.step in (0, 5, 6, 11) else 0.1
             means.append(reduce(comm, reducer, b, vector(b, 10 * b.step + comm.rank))[0])
@@ -129,7 +129,7 @@ def test_what_waits_is_sent_when_all_is_sent(nesterov):
 
 def test_momentum_is_masked_where_it_was_sent_and_only_there():
     def work(comm):
-        b, reducer = bucket(comm.world, *SHAPES), fresh("dgc", {"ratio": 0.1})
+        b, reducer = bucket(comm.world_size, *SHAPES), fresh("dgc", {"ratio": 0.1})
         select, chosen = reducer.select, []
         reducer.select = lambda b, x: chosen.append(select(b, x)) or chosen[-1]
         for b.step in range(5):
@@ -149,7 +149,7 @@ def test_clipping_is_each_tensors_own_and_by_the_root_of_the_world():
     """At ratio 1 and momentum 0 the mean is that of the clipped gradients; small ones are left alone."""
 
     def work(comm):
-        b, reducer = bucket(comm.world, *SHAPES), fresh("dgc", {"ratio": 1.0, "momentum": 0.0, "clip": 3.0})
+        b, reducer = bucket(comm.world_size, *SHAPES), fresh("dgc", {"ratio": 1.0, "momentum": 0.0, "clip": 3.0})
         x = torch.zeros_like(b.flat)
         x[: SHAPES[0][0] * SHAPES[0][1]] = 1e25  # the sum of its squares does not fit fp32
         x[b.slots[1].start] = 1e-3

@@ -12,23 +12,23 @@ from torch.nn.functional import cross_entropy
 
 import threads
 from laws_table import WORLDS
+from paceline.core.engines import Engines
 from paceline.errors import MismatchError, NonFiniteError
-from paceline.pack import Pack
 from rig import Rig, adamw, alone, built, close, data, mlp, same, sgd, train, weights
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 @pytest.mark.parametrize("size", [12, 7])  # 7 does not divide: the mean is over samples, not over workers
-def test_n_workers_equal_one(world, optimizer, size):
+def test_n_workers_equal_one(world_size, optimizer, size):
     batches = data(20, size)
-    close(same(train(world, batches, optimizer)), alone(batches, optimizer))
+    close(same(train(world_size, batches, optimizer)), alone(batches, optimizer))
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_worker_without_samples_counts_nothing(world):
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_worker_without_samples_counts_nothing(world_size):
     batches = data(6, size=2)  # with three workers and more, some take none
-    close(same(train(world, batches)), alone(batches))
+    close(same(train(world_size, batches)), alone(batches))
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
@@ -37,9 +37,9 @@ def test_half_stays_near_and_agrees(dtype):
     close(same(train(3, batches, spec="half", knobs={"dtype": dtype})), alone(batches), tol=5e-2)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("n", [2, 3])
-def test_accumulate_equals_the_large_batch(world, n):
+def test_accumulate_equals_the_large_batch(world_size, n):
     """The plain loop with accumulate=N; the last window is partial and counts right."""
     batches = data(7, size=6)
     large = [
@@ -59,13 +59,13 @@ def test_accumulate_equals_the_large_batch(world, n):
             opt.zero_grad()
         return weights(model), r.engine.ex.step, comm.ops
 
-    results = threads.run(world, work)
+    results = threads.run(world_size, work)
     close(same([r[0] for r in results]), alone(large))
     assert results[0][1] == len(large)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_hold_equals_the_large_batch_with_unequal_parts(world):
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_hold_equals_the_large_batch_with_unequal_parts(world_size):
     parts = [data(1, size)[0] for size in (8, 3, 5)]
     large = [(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))] * 3
 
@@ -77,7 +77,7 @@ def test_hold_equals_the_large_batch_with_unequal_parts(world):
         for _ in range(3):
             for x, y in parts[:2]:
                 x, y = r.take(x, y)
-                with r.engine.hold():
+                with r.engine.no_sync():
                     cross_entropy(model(x), y).backward()
             sent.append(comm.sent)
             x, y = r.take(*parts[2])
@@ -87,11 +87,11 @@ def test_hold_equals_the_large_batch_with_unequal_parts(world):
         assert sent[0] == 0, "something was sent inside the block"
         return weights(model)
 
-    close(same(threads.run(world, work)), alone(large))
+    close(same(threads.run(world_size, work)), alone(large))
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_everything_held_back_is_exchanged_at_step(world):
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_everything_held_back_is_exchanged_at_step(world_size):
     batches = data(4)
 
     def work(comm):
@@ -100,17 +100,17 @@ def test_everything_held_back_is_exchanged_at_step(world):
         r = Rig(comm, model, opt)
         for x, y in batches:
             x, y = r.take(x, y)
-            with r.engine.hold():
+            with r.engine.no_sync():
                 cross_entropy(model(x), y).backward()
             opt.step()
             opt.zero_grad()
         return weights(model)
 
-    close(same(threads.run(world, work)), alone(batches))
+    close(same(threads.run(world_size, work)), alone(batches))
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_several_backwards_before_a_step(world):
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_several_backwards_before_a_step(world_size):
     """As in DDP: gradients add up, the user divides."""
     batches = data(6)
 
@@ -130,11 +130,11 @@ def test_several_backwards_before_a_step(world):
         return loop(model, opt, Rig(comm, model, opt).take)
 
     model = mlp()
-    close(same(threads.run(world, work)), loop(model, sgd(model), lambda *t: t))
+    close(same(threads.run(world_size, work)), loop(model, sgd(model), lambda *t: t))
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_p_grad_is_the_agreed_mean_when_backward_returns(world):
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_p_grad_is_the_agreed_mean_when_backward_returns(world_size):
     (x, y) = data(1)[0]
     model = mlp()
     cross_entropy(model(x), y).backward()
@@ -148,7 +148,7 @@ def test_p_grad_is_the_agreed_mean_when_backward_returns(world):
         cross_entropy(model(mine[0]), mine[1]).backward()
         return [p.grad.clone() for p in model.parameters()]
 
-    for grads in threads.run(world, work):
+    for grads in threads.run(world_size, work):
         for g, w in zip(grads, want, strict=True):
             close(g, w)
 
@@ -187,10 +187,10 @@ class Branches(nn.Module):
         return out * self.scale
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_unused_parameters_that_differ_per_worker(world):
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_unused_parameters_that_differ_per_worker(world_size):
     """No hang; what nobody used keeps no gradient; what somebody used is the mean with zeros."""
-    x, y = data(1, size=6 * world)[0]
+    x, y = data(1, size=6 * world_size)[0]
 
     build = built(Branches)
 
@@ -209,13 +209,16 @@ def test_unused_parameters_that_differ_per_worker(world):
     model = build()
     opt = adamw(model)
     for _ in range(3):
-        parts = [cross_entropy(model(x[6 * r : 6 * r + 6], r % 2), y[6 * r : 6 * r + 6]) / world for r in range(world)]
+        parts = [
+            cross_entropy(model(x[6 * r : 6 * r + 6], r % 2), y[6 * r : 6 * r + 6]) / world_size
+            for r in range(world_size)
+        ]
         sum(parts).backward()
         opt.step()
         opt.zero_grad()
-    named = pytest.warns(UserWarning, match="never.bias, never.weight") if world > 1 else contextlib.nullcontext()
+    named = pytest.warns(UserWarning, match="never.bias, never.weight") if world_size > 1 else contextlib.nullcontext()
     with named:
-        results = threads.run(world, work)
+        results = threads.run(world_size, work)
     close(same(results), weights(model))
 
 
@@ -225,9 +228,9 @@ def test_a_worker_whose_loss_touches_nothing_of_an_optimizer_joins_at_step():
     def work(comm):
         model = nn.ModuleList([mlp(0), mlp(1)])
         opts = [sgd(model[0]), sgd(model[1])]
-        pack = Pack()
+        engines = Engines()
         lanes = [type(comm)(comm.room, comm.rank, f"o{i}") for i in range(2)]
-        rigs = [Rig(lanes[i], model[i], opts[i], pack=pack) for i in range(2)]
+        rigs = [Rig(lanes[i], model[i], opts[i], engines=engines) for i in range(2)]
         for r in rigs:
             mine = r.take(x, y)
         used = model[0](mine[0]) if comm.rank == 0 else model[0](mine[0]) + model[1](mine[0])
@@ -322,8 +325,8 @@ class Odd(nn.Module):
         return (h.abs() * self.narrow.float()).double() * self.wide
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_odd_dtypes_and_sparse_gradients(world):
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_odd_dtypes_and_sparse_gradients(world_size):
     g = torch.Generator().manual_seed(0)
     index = torch.randint(0, 20, (6, 5), generator=g)
 
@@ -347,7 +350,7 @@ def test_odd_dtypes_and_sparse_gradients(world):
         model(index).square().mean().backward()
         opt.step()
         opt.zero_grad()
-    for result in threads.run(world, work):
+    for result in threads.run(world_size, work):
         for got, want in zip(result, model.parameters(), strict=True):
             close(
                 torch.view_as_real(got) if got.is_complex() else got,
@@ -413,7 +416,7 @@ def test_one_backward_more_on_one_worker_is_named():
             opt.zero_grad()
 
     with pytest.raises(MismatchError, match=r"worker \d is at step"):
-        threads.run(2, work, deadline_s=3)
+        threads.run(2, work, timeout_s=3)
 
 
 def test_a_copy_of_the_model_is_free_of_the_engine():

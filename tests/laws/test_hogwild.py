@@ -14,9 +14,10 @@ from torch import nn
 
 import processes
 import threads
-from paceline import sharing
+from paceline.comm import host_memory as sharing
 from paceline.errors import MethodError, UsageError
 from paceline.method import Method, method
+from paceline.session.session import current
 from paceline.syncs.hogwild import Hogwild
 from rig import Rig, alone, close, data, loop, mlp, same, sgd, train, weights
 
@@ -81,13 +82,13 @@ def job(rank):
     model, opt = paceline.prepare(model, opt, method="hogwild")
     sparse = True
     for i, (x, y) in enumerate(zip(*(t.split(BATCH) for t in bags(SAMPLES)), strict=True)):
-        if i % paceline.world() != rank:
+        if i % paceline.world_size() != rank:
             continue
         loss_of(model, x, y).backward()
         sparse = sparse and model.words.weight.grad.is_sparse
         opt.step()
         opt.zero_grad()
-    [engine] = paceline.api._session.pack
+    [engine] = current().engines
     engine.method.sync.settle(engine.ex)
     x, y = bags(500, seed=2)
     loss, ended = loss_of(model, x, y).item(), weights(model)
@@ -98,11 +99,11 @@ def job(rank):
     return loss, sparse, ended, model.out.bias.item(), engine.comm.sent
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_between_processes(world):
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_between_processes(world_size):
     """As good as one worker with the same samples; the gradients stay sparse; a write of one is seen by all."""
     before = shm()
-    results = processes.values(processes.run(world, job))
+    results = processes.values(processes.run(world_size, job))
     same([ended for _, _, ended, _, _ in results])
     for loss, sparse, _, bias, sent in results:
         assert abs(loss - one_worker()) < 0.05
@@ -117,7 +118,7 @@ def test_it_learns_at_all():
     assert one_worker() < 0.6 * loss_of(Bag(), x, y).item()
 
 
-def in_turn(world, steps, optimizer):
+def in_turn(world_size, steps, optimizer):
     """Thread-workers that step one after the other: worker 0, 1, ..., 0, 1, ..."""
     turn, changed = [0], threading.Condition()
 
@@ -127,8 +128,8 @@ def in_turn(world, steps, optimizer):
         rig = Rig(comm, model, opt, spec=Method(sync=Hogwild()))
         ex, sync = rig.engine.ex, rig.engine.method.sync
         sync._share(ex)
-        for i, (x, y) in enumerate(data(world * steps)):
-            if i % world != comm.rank:
+        for i, (x, y) in enumerate(data(world_size * steps)):
+            if i % world_size != comm.rank:
                 continue
             with changed:
                 changed.wait_for(lambda i=i: turn[0] == i)
@@ -141,28 +142,28 @@ def in_turn(world, steps, optimizer):
         sync.settle(ex)
         return weights(model)
 
-    return same(threads.run(world, work))
+    return same(threads.run(world_size, work))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_one_after_the_other_it_is_one_worker(world):
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_one_after_the_other_it_is_one_worker(world_size):
     """Without momentum, which is each worker's own."""
     plain = lambda model: torch.optim.SGD(model.parameters(), lr=0.1)  # noqa: E731
-    batches = [(x.double(), y) for x, y in data(world * 5)]
+    batches = [(x.double(), y) for x, y in data(world_size * 5)]
     model = mlp().double()
-    close(in_turn(world, 5, plain), loop(batches, model, plain(model)), 1e-12)
-    assert torch.equal(in_turn(world, 5, plain), in_turn(world, 5, plain))
+    close(in_turn(world_size, 5, plain), loop(batches, model, plain(model)), 1e-12)
+    assert torch.equal(in_turn(world_size, 5, plain), in_turn(world_size, 5, plain))
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_momentum_is_each_workers_own(world):
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_momentum_is_each_workers_own(world_size):
     model = mlp().double()
-    opts = [sgd(model) for _ in range(world)]
-    for i, (x, y) in enumerate(data(world * 5)):
+    opts = [sgd(model) for _ in range(world_size)]
+    for i, (x, y) in enumerate(data(world_size * 5)):
         nn.functional.cross_entropy(model(x.double()), y).backward()
-        opts[i % world].step()
+        opts[i % world_size].step()
         opts[0].zero_grad()
-    close(in_turn(world, 5, sgd), weights(model), 1e-12)
+    close(in_turn(world_size, 5, sgd), weights(model), 1e-12)
 
 
 def test_only_the_rows_used_are_written():
@@ -265,7 +266,7 @@ def killed(rank):
 
     model = mlp()
     opt = sgd(model)
-    model, opt = paceline.prepare(model, opt, method="hogwild", deadline=20)
+    model, opt = paceline.prepare(model, opt, method="hogwild", timeout=20)
     for x, y in data(30):
         nn.functional.cross_entropy(model(x), y).backward()
         opt.step()

@@ -21,18 +21,19 @@ import pytest
 import torch
 
 import paceline
-from laws_table import WORLDS
-from paceline.errors import DeadlineError, MismatchError, PeerError, UsageError
-from paceline.lab import namespaces
-from paceline.lab.namespaces import Lab
-from paceline.wire.host import HostComm
-from paceline.wire.moves import Moves
-from paceline.wire.outboxes import SIDE, open_outboxes
-from paceline.wire.progress import Progress, Steps
-from paceline.wire.route import choose, grouped
+import processes
+from marks import slow
+from paceline.comm.moves import Moves
+from paceline.comm.outboxes import SIDE, open_outboxes
+from paceline.comm.progress import Progress, Steps
+from paceline.comm.route import choose, grouped
+from paceline.comm.shared_memory import SharedMemoryComm
+from paceline.errors import MismatchError, PeerError, PeerTimeoutError, UsageError
+from paceline.tools.lab import namespaces
+from paceline.tools.lab.namespaces import Lab
 from processes import run, values
 
-SEVERAL = [world for world in WORLDS if world > 1]
+several = pytest.mark.parametrize("world_size", [slow(2), 3, slow(4)])
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 OTHERS = [torch.int64, torch.int32, torch.uint8, torch.bool]
 PIECES = SIDE // 4 * 2 + 3  # elements: more than a piece of any world, in fp32
@@ -43,7 +44,7 @@ class Board:
 
     def __init__(self, rank, posts, changed, patience_s):
         self.rank, self.posts, self.changed, self.patience_s = rank, posts, changed, patience_s
-        self.world = 0
+        self.world_size = 0
 
     def write(self, key, value):
         with self.changed:
@@ -51,7 +52,7 @@ class Board:
             self.changed.notify_all()
 
     def wait_for_all(self, key, what):
-        keys = {r: f"{key}/{r}" for r in range(self.world) if r != self.rank}
+        keys = {r: f"{key}/{r}" for r in range(self.world_size) if r != self.rank}
         with self.changed:
             assert self.changed.wait_for(lambda: all(k in self.posts for k in keys.values()), 20), what
             return {r: self.posts[k] for r, k in keys.items()}
@@ -61,7 +62,7 @@ class Board:
 
     def pulse(self, lane, op, label, waited_s):
         if waited_s > self.patience_s:
-            raise DeadlineError(f"gave up {label}")
+            raise PeerTimeoutError(f"gave up {label}")
 
     def clear(self):
         pass
@@ -70,20 +71,20 @@ class Board:
         return PeerError(label, why=str(error))
 
 
-def on_threads(world, work, patience_s=20.0):
+def on_threads(world_size, work, patience_s=20.0):
     """work(lane) on every worker; what each returned or raised."""
-    posts, changed, results = {}, threading.Condition(), [None] * world
+    posts, changed, results = {}, threading.Condition(), [None] * world_size
 
     def one(rank):
         board = Board(rank, posts, changed, patience_s)
-        board.world = world
+        board.world_size = world_size
         try:
-            boxes = open_outboxes(board, "boxes", list(range(world)))
-            results[rank] = work(HostComm(boxes, name="test", board=board, deadline_s=20.0))
+            boxes = open_outboxes(board, "boxes", list(range(world_size)))
+            results[rank] = work(SharedMemoryComm(boxes, name="test", board=board, timeout_s=20.0))
         except Exception as error:
             results[rank] = error
 
-    workers = [threading.Thread(target=one, args=(rank,)) for rank in range(world)]
+    workers = [threading.Thread(target=one, args=(rank,)) for rank in range(world_size)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -116,9 +117,9 @@ def total(xs):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("world", SEVERAL)
-def test_means_and_sums_to_the_last_bit(world, dtype):
-    sizes = [0, 1, 13, 2048 * world + 1, PIECES]
+@several
+def test_means_and_sums_to_the_last_bit(world_size, dtype):
+    sizes = [0, 1, 13, 2048 * world_size + 1, PIECES]
 
     def work(comm):
         given = [vector(n, dtype, comm.rank) for n in sizes]
@@ -126,11 +127,11 @@ def test_means_and_sums_to_the_last_bit(world, dtype):
             (comm.mean(x.clone()).wait(), comm.sum(x.clone()).wait(), _slice(comm, x.clone()).wait()) for x in given
         ]
 
-    for n, found in zip(sizes, zip(*fine(on_threads(world, work)), strict=True), strict=True):
-        xs = [vector(n, dtype, rank) for rank in range(world)]
-        mean, added = (total(xs) / world).to(dtype), total(xs).to(dtype)
-        whole = n // world * world
-        slices = (total([x[:whole] for x in xs]) / world).to(dtype).view(world, -1)
+    for n, found in zip(sizes, zip(*fine(on_threads(world_size, work)), strict=True), strict=True):
+        xs = [vector(n, dtype, rank) for rank in range(world_size)]
+        mean, added = (total(xs) / world_size).to(dtype), total(xs).to(dtype)
+        whole = n // world_size * world_size
+        slices = (total([x[:whole] for x in xs]) / world_size).to(dtype).view(world_size, -1)
         for rank, (of_mean, of_sum, of_slice) in enumerate(found):
             assert torch.equal(of_mean, mean)
             assert torch.equal(of_sum, added)
@@ -138,38 +139,38 @@ def test_means_and_sums_to_the_last_bit(world, dtype):
 
 
 def _slice(comm, x):
-    return comm.scatter_mean(x[: x.numel() // comm.world * comm.world])
+    return comm.reduce_scatter_mean(x[: x.numel() // comm.world_size * comm.world_size])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *OTHERS], ids=str)
-@pytest.mark.parametrize("world", SEVERAL)
-def test_what_is_passed_on_arrives_whole(world, dtype):
+@several
+def test_what_is_passed_on_arrives_whole(world_size, dtype):
     sizes = [0, 3, PIECES // 2]
 
     def work(comm):
         results = []
         for n in sizes:
-            x = vector(n * comm.world, dtype, comm.rank)
+            x = vector(n * comm.world_size, dtype, comm.rank)
             results += [
-                comm.gather(x).wait(),
-                comm.alltoall(x.view(comm.world, n)).wait(),
+                comm.all_gather(x).wait(),
+                comm.all_to_all(x.view(comm.world_size, n)).wait(),
                 comm.shift(x, -1).wait(),
-                comm.broadcast(x.clone(), comm.world - 1).wait(),
-                comm.swap(x, comm.rank ^ 1 if comm.rank ^ 1 < comm.world else comm.rank).wait(),
-                comm.gather(x.sum()).wait(),
+                comm.broadcast(x.clone(), comm.world_size - 1).wait(),
+                comm.swap(x, comm.rank ^ 1 if comm.rank ^ 1 < comm.world_size else comm.rank).wait(),
+                comm.all_gather(x.sum()).wait(),
             ]
         return results
 
-    found = fine(on_threads(world, work))
+    found = fine(on_threads(world_size, work))
     for i, n in enumerate(sizes):
-        xs = [vector(n * world, dtype, rank) for rank in range(world)]
-        for rank in range(world):
+        xs = [vector(n * world_size, dtype, rank) for rank in range(world_size)]
+        for rank in range(world_size):
             gathered, traded, shifted, told, swapped, scalars = found[rank][6 * i : 6 * i + 6]
             assert torch.equal(gathered, torch.stack(xs))
-            assert torch.equal(traded, torch.stack([x.view(world, n)[rank] for x in xs]))
-            assert torch.equal(shifted, xs[(rank + 1) % world])
+            assert torch.equal(traded, torch.stack([x.view(world_size, n)[rank] for x in xs]))
+            assert torch.equal(shifted, xs[(rank + 1) % world_size])
             assert torch.equal(told, xs[-1])
-            assert torch.equal(swapped, xs[rank ^ 1 if rank ^ 1 < world else rank])
+            assert torch.equal(swapped, xs[rank ^ 1 if rank ^ 1 < world_size else rank])
             assert torch.equal(scalars, torch.stack([x.sum() for x in xs]))
 
 
@@ -187,7 +188,9 @@ def test_a_vector_of_a_step_before_is_not_seen_again():
     """Sides are used in turn: 200 operations of one piece each, every one with other numbers."""
 
     def work(comm):
-        return [comm.sum(torch.full((6000,), float(i * comm.world + comm.rank))).wait()[::5999] for i in range(200)]
+        return [
+            comm.sum(torch.full((6000,), float(i * comm.world_size + comm.rank))).wait()[::5999] for i in range(200)
+        ]
 
     for results in fine(on_threads(3, work)):
         assert all((x == 9 * i + 3).all() for i, x in enumerate(results))
@@ -238,11 +241,11 @@ def test_who_gives_up_finds_nothing_written_later():
             assert not handle.done()
             return None
         x = torch.zeros(PIECES)
-        with pytest.raises(DeadlineError, match="gave up mean #0"):
+        with pytest.raises(PeerTimeoutError, match="gave up mean #0"):
             comm.mean(x).wait()
         came.set()
         time.sleep(0.5)
-        with pytest.raises(DeadlineError):  # and the lane is dead
+        with pytest.raises(PeerTimeoutError):  # and the lane is dead
             comm.sum(torch.ones(3)).wait()
         return x
 
@@ -261,9 +264,9 @@ def test_giving_up_waits_for_what_is_being_written():
 
     work = progress.start("slow", Steps(3, lambda k: None, take))
     begun.wait(20)
-    progress.abandon(DeadlineError("enough"))
+    progress.abandon(PeerTimeoutError("enough"))
     seen = list(written)
-    with pytest.raises(DeadlineError, match="enough"):
+    with pytest.raises(PeerTimeoutError, match="enough"):
         work.wait()
     assert written == seen == [0]
 
@@ -271,24 +274,20 @@ def test_giving_up_waits_for_what_is_being_written():
 # ---------------------------------------------------------------------------------------------------- processes
 
 
-def _join(places=None, deadline_s=10.0):
+def _join(places=None, timeout_s=10.0):
     """A world of real processes; `places`: which host each takes itself to be on."""
-    from paceline import api, sharing
-    from paceline.environment import Environment
-    from paceline.membership.rendezvous import join
-    from paceline.telemetry import Recorder
+    from paceline.comm import host_memory as sharing
+    from paceline.comm.environment import Environment
 
     env = Environment.read()
     if places is not None:
         sharing.place = lambda: places[env.rank]
-    world = join(env, backend=None, deadline_s=deadline_s)
-    api._session = api.Session(world, None, None, Recorder(None, world.rank))
-    return world
+    return processes.join(timeout_s, env)
 
 
 def killed(rank, places):
-    world = _join(places)
-    lane = world.lane("test")
+    session = _join(places)
+    lane = session.group.lane("test")
     lane.mean(torch.ones(9)).wait()
     if rank == 2:
 
@@ -297,11 +296,11 @@ def killed(rank, places):
 
         real = Moves.hand_round
         Moves.hand_round = lambda *args: real(*args)._replace(put=put)
-    lane.gather(torch.ones(PIECES)).wait()
+    lane.all_gather(torch.ones(PIECES)).wait()
     lane.mean(torch.ones(9)).wait()  # another host may have got all it wanted of the first
 
 
-@pytest.mark.parametrize("places", [[0, 0, 0], [0, 0, 1, 1]], ids=["host", "hierarchical"])
+@pytest.mark.parametrize("places", [[0, 0, 0], slow([0, 0, 1, 1])], ids=["host", "hierarchical"])
 def test_a_worker_killed_in_an_operation_is_named(places):
     outcomes = run(len(places), killed, places)
     for rank, outcome in enumerate(outcomes):
@@ -311,7 +310,7 @@ def test_a_worker_killed_in_an_operation_is_named(places):
 
 
 def silent(rank):
-    lane = _join(deadline_s=1.5).lane("test")
+    lane = _join(timeout_s=1.5).group.lane("test")
     if rank == 1:
         time.sleep(3.5)
         return
@@ -320,15 +319,15 @@ def silent(rank):
 
 def test_a_worker_that_does_not_come_is_named_at_the_deadline():
     outcome = run(2, silent)[0]
-    assert outcome.error == "DeadlineError"
+    assert outcome.error == "PeerTimeoutError"
     assert "workers [1] are not waiting" in outcome.message
 
 
 def nothing_left(rank):
-    world = _join()
-    lane = world.lane("test")
+    session = _join()
+    lane = session.group.lane("test")
     before = _opened()
-    for comm in (lane, world.lane("more")):
+    for comm in (lane, session.group.lane("more")):
         comm.mean(torch.ones(PIECES)).wait()
     return type(lane).__name__, _opened() - before
 
@@ -339,7 +338,7 @@ def _opened():
 
 def test_one_host_is_found_and_nothing_lies_about():
     for name, opened in values(run(2, nothing_left)):
-        assert name == "HostComm"
+        assert name == "SharedMemoryComm"
         assert opened == 2  # a lane's memory, and the other worker's process, to see its end
     assert not list(Path("/dev/shm").glob("*paceline*"))
 
@@ -349,16 +348,16 @@ def test_one_host_is_found_and_nothing_lies_about():
 
 def operations(comm):
     """The result of each, on small and large vectors."""
-    w, results = comm.world, []
+    w, results = comm.world_size, []
     for n in (5, 40_000):
         x = vector(n * w, torch.float32, comm.rank)
         results += [
             comm.mean(x.clone()).wait(),
             comm.sum(x.clone()).wait(),
             comm.mean(x[:-1].to(torch.bfloat16)).wait().float(),
-            comm.gather(x).wait(),
-            comm.scatter_mean(x.clone()).wait(),
-            comm.alltoall(x.view(w, n)).wait(),
+            comm.all_gather(x).wait(),
+            comm.reduce_scatter_mean(x.clone()).wait(),
+            comm.all_to_all(x.view(w, n)).wait(),
             comm.broadcast(x.clone(), 1).wait(),
             comm.shift(x, 1).wait(),
         ]
@@ -366,15 +365,15 @@ def operations(comm):
 
 
 def every_operation(rank, places, hierarchical):
-    world = _join(places)
-    comm = world.lane("test")
+    session = _join(places)
+    comm = session.group.lane("test")
     comm.hierarchical = hierarchical
     results, before = operations(comm), comm.across.sent
     comm.mean(torch.zeros(80_000)).wait()
-    return results, world.route.way, comm.sent, comm.across.sent - before
+    return results, session.rendezvous.route.way, comm.sent, comm.across.sent - before
 
 
-@pytest.mark.parametrize(("places", "legs"), [([0, 0, 1, 1], 1), ([0, 1, 1, 0], 1), ([0, 0, 1, 1], 0)], ids=str)
+@pytest.mark.parametrize(("places", "legs"), [([0, 0, 1, 1], 1), slow([0, 1, 1, 0], 1), slow([0, 0, 1, 1], 0)], ids=str)
 def test_every_operation_between_hosts_as_threads_do(places, legs):
     """And where the legs are switched off."""
     import threads
@@ -401,12 +400,12 @@ def test_every_operation_between_hosts_as_threads_do(places, legs):
 
 def trained(rank, places):
     import paceline
-    from paceline import sharing
+    from paceline.comm import host_memory as sharing
 
     sharing.place = lambda: places[rank]
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 300), torch.nn.ReLU(), torch.nn.Linear(300, 3))
-    model, optimizer = paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), deadline=10.0)
+    model, optimizer = paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), timeout=10.0)
     for step in range(5):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * rank + step))
         model(x).square().mean().backward()
@@ -449,7 +448,7 @@ def test_the_way_follows_from_the_hosts(places, way):
 
 def lane_of(rank, own):
     os.environ.update(own.get(rank, {}))
-    return type(_join().lane("test")).__name__
+    return type(_join().group.lane("test")).__name__
 
 
 def test_the_environment_may_say_flat_to_all():
@@ -471,9 +470,9 @@ def closed_memory(rank, asked):
         return real(path, *args, **kwargs)
 
     os.open = other_users
-    world = _join()
-    lane = world.lane("test")
-    return type(lane).__name__, world.route.says(), lane.sum(torch.ones(1)).wait()
+    session = _join()
+    lane = session.group.lane("test")
+    return type(lane).__name__, session.rendezvous.route.says(), lane.sum(torch.ones(1)).wait()
 
 
 def test_where_one_cannot_share_memory_none_does():
@@ -492,11 +491,12 @@ ACROSS = """
 import json
 from pathlib import Path
 import torch
-from paceline.environment import Environment
-from paceline.membership.rendezvous import join
+from paceline.comm.environment import Environment
+from paceline.session.session import close_session, open_session
+from paceline.session.settings import Settings
 torch.set_num_threads(1)
-world = join(Environment.read(), backend="gloo", deadline_s=30.0)
-lane = world.lane("test")
+session = open_session(Environment.read(), Settings(backend="gloo", timeout=30.0))
+lane = session.group.lane("test")
 lane.mean(torch.ones(250_000)).wait()
 counter = Path("/sys/class/net/eth0/statistics/tx_bytes")
 lane.sum(torch.ones(1)).wait()
@@ -504,8 +504,8 @@ before = int(counter.read_text())
 for _ in range(4):
     lane.mean(torch.ones(250_000)).wait()
 lane.sum(torch.ones(1)).wait()
-print(json.dumps([type(lane).__name__, world.route.hosts, int(counter.read_text()) - before]))
-world.leave()
+print(json.dumps([type(lane).__name__, session.rendezvous.route.hosts, int(counter.read_text()) - before]))
+close_session()
 """
 
 
@@ -536,7 +536,7 @@ def _in_the_lab(tmp_path, workers):
     ("workers", "name", "hosts", "means"),
     [
         (2, "DistComm", [[0], [1]], 1.0),
-        (4, "HierarchicalComm", [[0, 1], [2, 3]], 1.0),
+        slow(4, "HierarchicalComm", [[0, 1], [2, 3]], 1.0),
     ],
 )
 def test_shared_memory_never_crosses_from_one_host_of_the_lab_to_another(tmp_path, workers, name, hosts, means):

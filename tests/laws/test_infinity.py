@@ -17,28 +17,30 @@ from torch.utils.checkpoint import checkpoint
 import processes
 import threads
 from laws_table import WORLDS
+from marks import slow
 from paceline.checkpoint import load as loading
 from paceline.checkpoint import save as saving
+from paceline.comm.threads import ThreadComm
 from paceline.errors import MethodError, StoreError
 from paceline.method import method
-from paceline.shards import loans as lending
-from paceline.stores import placing
-from paceline.stores.disk import Disk, Speed
-from paceline.stores.lanes import Lanes
-from paceline.stores.params import BUFFERS, InFile, InHost, Shelf
-from paceline.things import Things
-from paceline.threadcomm import ThreadComm
+from paceline.offload import placement
+from paceline.offload.copies import CopyStreams
+from paceline.offload.disk import Disk, Speed
+from paceline.offload.memory_model import PARAMETER_BUFFERS
+from paceline.offload.params import DiskParameters, HostParameters, ParameterBuffers
+from paceline.session.objects import Objects
+from paceline.sharding import unshard as lending
 from rig import Rig, built, data, same, small_disk
 
 pytestmark = pytest.mark.filterwarnings("ignore:paceline")
 HOMES = ["cpu", "nvme"]
 everywhere = pytest.mark.parametrize("params", HOMES)
-worlds = pytest.mark.parametrize("world", [w for w in WORLDS if w < 4])
+worlds = pytest.mark.parametrize("world_size", [w for w in WORLDS if w < 4])
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(placing, "speed", lambda folder: Speed(read=3.4e9, write=2.5e9))
+    monkeypatch.setattr(placement, "speed", lambda folder: Speed(read=3.4e9, write=2.5e9))
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
@@ -92,7 +94,9 @@ def all_of(model):
     return torch.cat([v.flatten() for v in model.state_dict().values()])
 
 
-def trained(world, *, step=plain, batches=None, make=net, optimizer=trainable, begin=None, end=None, mb=3e-4, **on):
+def trained(
+    world_size, *, loop=plain, batches=None, make=net, optimizer=trainable, begin=None, end=None, mb=3e-4, **on
+):
     """A loop on every worker; what `end` gives, or the weights and what was seen between backward and step."""
 
     def work(comm):
@@ -101,57 +105,57 @@ def trained(world, *, step=plain, batches=None, make=net, optimizer=trainable, b
         if begin is not None:
             begin(one)
         for x, y in data(8) if batches is None else batches:
-            step(one, *one.take(x, y))
+            loop(one, *one.take(x, y))
         if end is not None:
             return end(one)
         return torch.cat([all_of(model), torch.tensor(getattr(one, "seen", []))])
 
-    return threads.run(world, work)
+    return threads.run(world_size, work)
 
 
 def on(params, tmp_path, store="cpu"):
     return {"params": params, "store": store, **({"path": str(tmp_path)} if "nvme" in (params, store) else {})}
 
 
-def loans(one):
-    return one.engine.method.layout.loans
+def unsharding(one):
+    return one.engine.method.layout.unsharding
 
 
 # ------------------------------------------------------------------------------------------------ the same steps
 
 
-def twenty(world, **how):
+def twenty(world_size, **how):
     batches = data(20)
     batches[7][0][1] = torch.nan  # a step that is given up
-    return trained(world, step=mixed, batches=batches, **how)
+    return trained(world_size, loop=mixed, batches=batches, **how)
 
 
 on_the_device = functools.cache(twenty)
 
 
 @everywhere
-@pytest.mark.parametrize(("world", "guess"), [(1, True), (2, True), (2, False), (3, True)])
-def test_twenty_steps_are_those_with_parameters_on_the_device(tmp_path, world, params, guess):
-    want = on_the_device(world, guess=guess)
-    got = twenty(world, guess=guess, **on(params, tmp_path))
+@pytest.mark.parametrize(("world_size", "when"), [slow(1, "ahead"), (2, "ahead"), slow(2, "on_step"), slow(3, "ahead")])
+def test_twenty_steps_are_those_with_parameters_on_the_device(tmp_path, world_size, params, when):
+    want = on_the_device(world_size, step=when)
+    got = twenty(world_size, step=when, **on(params, tmp_path))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert not [*tmp_path.iterdir()], "the file has a name"
 
 
 @everywhere
-@pytest.mark.parametrize("store", ["cpu", "nvme"])
-@pytest.mark.parametrize("world", [1, 2])
-def test_with_gradients_that_only_pass_through(tmp_path, world, params, store):
-    want = trained(world)
-    got = trained(world, undo=False, **on(params, tmp_path, store))
+@pytest.mark.parametrize("store", [slow("cpu"), "nvme"])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
+def test_with_gradients_that_only_pass_through(tmp_path, world_size, params, store):
+    want = trained(world_size)
+    got = trained(world_size, step="stream", **on(params, tmp_path, store))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize(("world", "params"), [(3, "cpu"), (1, "nvme")])
-def test_with_the_state_on_disk(tmp_path, world, params):
-    how = {"step": mixed, "batches": data(10)}
-    want = same(trained(world, **how))
-    assert torch.equal(same(trained(world, **how, **on(params, tmp_path, "nvme"))), want)
+@pytest.mark.parametrize(("world_size", "params"), [slow(3, "cpu"), (1, "nvme")])
+def test_with_the_state_on_disk(tmp_path, world_size, params):
+    how = {"loop": mixed, "batches": data(10)}
+    want = same(trained(world_size, **how))
+    assert torch.equal(same(trained(world_size, **how, **on(params, tmp_path, "nvme"))), want)
 
 
 def narrow(one, x, y):
@@ -175,27 +179,27 @@ def everything(model):
 
 
 CASES = {
-    "16 bits": {"step": narrow, "make": lambda: net().bfloat16()},
-    "computed again": {"make": again, "step": mixed},
-    "late": {"late": True},
+    "16 bits": {"loop": narrow, "make": lambda: net().bfloat16()},
+    "computed again": {"make": again, "loop": mixed},
+    "late": {"step": "late"},
     "another optimizer": {"optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)},
-    "cut anew": {"step": closing, "optimizer": everything},
+    "cut anew": {"loop": closing, "optimizer": everything},
     "a part on the device": {"device_gb": 12 * 300 / 1e9},
 }
 
 
-@everywhere
+@pytest.mark.parametrize("params", [slow("cpu"), "nvme"])
 @pytest.mark.parametrize("case", CASES)
 def test_whatever_else(tmp_path, case, params):
-    world = 1 if params == "cpu" else 2
-    want = same(trained(world, **CASES[case]))
-    assert torch.equal(same(trained(world, **CASES[case], **on(params, tmp_path))), want)
+    world_size = 1 if params == "cpu" else 2
+    want = same(trained(world_size, **CASES[case]))
+    assert torch.equal(same(trained(world_size, **CASES[case], **on(params, tmp_path))), want)
 
 
 @everywhere
-@pytest.mark.parametrize("late", [True, False], ids=["late", "at once"])
-def test_what_is_loaded_into_the_model_counts(tmp_path, params, late):
-    """Between two steps, and between backward and step, where a guess has been made of what was before."""
+@pytest.mark.parametrize("when", [slow("late"), "ahead"])
+def test_what_is_loaded_into_the_model_counts(tmp_path, params, when):
+    """Between two steps, and between backward and step, where a step has been made ahead with what was before."""
 
     def step(one, x, y):
         cross_entropy(one.model(x), y).backward()
@@ -206,10 +210,10 @@ def test_what_is_loaded_into_the_model_counts(tmp_path, params, late):
         if one.engine.ex.step == 3:
             one.model.load_state_dict({k: v / 2 for k, v in one.model.state_dict().items()})
 
-    world = 1 if late else 2
-    want = same(trained(world, step=step, late=late))
-    got = same(trained(world, step=step, late=late, **on(params, tmp_path)))
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)  # where a guess is undone it rounds otherwise
+    world_size = 1 if when == "late" else 2
+    want = same(trained(world_size, loop=step, step=when))
+    got = same(trained(world_size, loop=step, step=when, **on(params, tmp_path)))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)  # where a step is undone it rounds otherwise
 
 
 # ------------------------------------------------------------------------------------------------ where they are
@@ -217,20 +221,20 @@ def test_what_is_loaded_into_the_model_counts(tmp_path, params, late):
 
 @everywhere
 @worlds
-def test_no_slice_is_where_it_was(tmp_path, params, world):
+def test_no_slice_is_where_it_was(tmp_path, params, world_size):
     def held(one):
         one.engine.settle()
-        for loan in loans(one).of.values():
-            loan.free()
-            tensors = [x for x in vars(loan).values() if isinstance(x, torch.Tensor)]
-            assert not sum(x.untyped_storage().nbytes() for x in tensors), "the loan has memory"
-            kind = {"cpu": InHost, "nvme": InFile}[params]
-            assert type(loan.home) is kind
+        for sharded in unsharding(one).buckets.values():
+            sharded.reshard()
+            tensors = [x for x in vars(sharded).values() if isinstance(x, torch.Tensor)]
+            assert not sum(x.untyped_storage().nbytes() for x in tensors), "a sharded bucket has memory"
+            kind = {"cpu": HostParameters, "nvme": DiskParameters}[params]
+            assert type(sharded.store) is kind
         assert all(p.untyped_storage().nbytes() < p.nbytes for p in one.model.parameters())
-        files = [loan.home for loan in loans(one).of.values() if params == "nvme"]
+        files = [sharded.store for sharded in unsharding(one).buckets.values() if params == "nvme"]
         return not any(isinstance(x, torch.Tensor) and x.numel() for home in files for x in vars(home).values())
 
-    assert all(trained(world, batches=data(3), end=held, **on(params, tmp_path)))
+    assert all(trained(world_size, batches=data(3), end=held, **on(params, tmp_path)))
 
 
 @everywhere
@@ -242,7 +246,7 @@ def test_what_lies_where_is_said(tmp_path, capsys, params):
 
 def test_what_stays_on_the_device_keeps_its_parameters_there(tmp_path):
     def end(one):
-        return [loans(one).of[i].home is None for i in sorted(loans(one).of) if i >= 0]
+        return [unsharding(one).buckets[i].store is None for i in sorted(unsharding(one).buckets) if i >= 0]
 
     last = 12 * sum(p.numel() for p in net().first.parameters()) / 1e9
     [places] = trained(1, batches=data(1), end=end, device_gb=last, params="cpu")
@@ -252,7 +256,7 @@ def test_what_stays_on_the_device_keeps_its_parameters_there(tmp_path):
 
 def test_in_memory_there_is_no_second_place(tmp_path):
     def drafts(one):
-        return {loan.home.draft() is None for i, loan in loans(one).of.items() if i >= 0}
+        return {sharded.store.draft_memory() is None for i, sharded in unsharding(one).buckets.items() if i >= 0}
 
     assert trained(1, batches=data(1), end=drafts, params="cpu") == [{True}]
     assert trained(1, batches=data(1), end=drafts, **on("cpu", tmp_path, "nvme")) == [{False}]
@@ -293,13 +297,13 @@ adapted = built(Adapted), built(lambda: Adapted(again=True))
 
 
 @pytest.mark.parametrize(
-    ("world", "frozen", "make"),
-    [(1, 1, adapted[0]), (1, 700, adapted[1]), (2, 1, adapted[1])],
+    ("world_size", "frozen", "make"),
+    [(1, 1, adapted[0]), (1, 700, adapted[1]), slow(2, 1, adapted[1])],
     ids=["alone", "together", "again"],
 )
-def test_frozen_parameters_go_back_in_backward(monkeypatch, world, make, frozen):
+def test_frozen_parameters_go_back_in_backward(monkeypatch, world_size, make, frozen):
     monkeypatch.setattr(lending, "_FROZEN_BYTES", frozen)
-    want, most = same(trained(world, make=make)), []
+    want, most = same(trained(world_size, make=make)), []
 
     def step(one, x, y):
         hooks = [layer.register_full_backward_hook(lambda *_: most.append(lent(one))) for layer in one.model.trunk]
@@ -308,10 +312,10 @@ def test_frozen_parameters_go_back_in_backward(monkeypatch, world, make, frozen)
             hook.remove()
 
     def lent(one):
-        return sum(loan.here for i, loan in loans(one).of.items() if i < 0)
+        return sum(sharded.unsharded for i, sharded in unsharding(one).buckets.items() if i < 0)
 
-    assert torch.equal(same(trained(world, make=make, params="cpu")), want)
-    trained(world, make=make, params="cpu", step=step)
+    assert torch.equal(same(trained(world_size, make=make, params="cpu")), want)
+    trained(world_size, make=make, params="cpu", loop=step)
     assert 1 <= max(most) <= 7, "of 19 where each is alone; three of them stay"
 
 
@@ -324,16 +328,18 @@ def test_the_next_ones_are_asked_for_while_one_computes(tmp_path, params):
 
     def step(one, x, y):
         def look(*_):
-            route, of = loans(one).route[True], loans(one).of
-            coming.append([of[i].coming for i in route.last[len(route.now) :][:1]])
+            order, of = unsharding(one).order[True], unsharding(one).buckets
+            coming.append([of[i].gathering for i in order.last[len(order.now) :][:1]])
 
         hooks = [layer.register_forward_hook(look) for layer in one.model.layers]
-        coming.append([of.coming for i, of in loans(one).of.items() if i in loans(one).route[True].last[:1]])
+        coming.append(
+            [of.gathering for i, of in unsharding(one).buckets.items() if i in unsharding(one).order[True].last[:1]]
+        )
         plain(one, x, y)
         for hook in hooks:
             hook.remove()
 
-    trained(1, batches=data(3), step=step, mb=1e-4, **on(params, tmp_path))
+    trained(1, batches=data(3), loop=step, mb=1e-4, **on(params, tmp_path))
     assert all(all(some) for some in coming)
     assert sum(len(some) for some in coming) > 10
 
@@ -351,43 +357,43 @@ def test_few_buffers_are_read_into_and_nothing_is_read_twice(tmp_path, monkeypat
         counts.append(len(reads))
 
     def borrowed(one):
-        return len(loans(one).route[True].last)
+        return len(unsharding(one).order[True].last)
 
-    [borrows] = trained(1, batches=data(6), step=step, end=borrowed, mb=1e-4, **on("nvme", tmp_path))
-    assert len({memory for _, memory in reads}) <= BUFFERS * 4  # of several sizes while they grow
+    [borrows] = trained(1, batches=data(6), loop=step, end=borrowed, mb=1e-4, **on("nvme", tmp_path))
+    assert len({memory for _, memory in reads}) <= PARAMETER_BUFFERS * 4  # of several sizes while they grow
     assert counts[-1] - counts[-2] <= borrows
 
 
 @pytest.fixture
-def shelf(tmp_path):
-    with Disk(tmp_path, 1 << 20, deadline_s=5.0) as disk:
-        yield Shelf(disk, Lanes(torch.device("cpu")))
+def buffers(tmp_path):
+    with Disk(tmp_path, 1 << 20, timeout_s=5.0) as disk:
+        yield ParameterBuffers(disk, CopyStreams(torch.device("cpu")))
 
 
-def test_a_shelf_gives_what_was_put_there_in_whatever_order(shelf):
-    slices = [InFile(shelf, 100 + 500 * i, torch.float32, drafts=True) for i in range(9)]
-    for i, one in enumerate(slices):
-        one.put(torch.full((one.n,), float(i)))
+def test_buffers_give_what_was_written_in_whatever_order(buffers):
+    stores = [DiskParameters(buffers, 100 + 500 * i, torch.float32, drafts=True) for i in range(9)]
+    for i, one in enumerate(stores):
+        one.write(torch.full((one.n,), float(i)))
     for i in (3, 0, 5, 8, 8, 1, 7, 2, 6, 4):
         for k in (i + 1, i + 2, i + 3, i + 4, i + 5):
-            slices[k % 9].near()
-        there = torch.empty(slices[i].n)
-        slices[i].bring(there).wait()
+            stores[k % 9].announce()
+        there = torch.empty(stores[i].n)
+        stores[i].copy_to(there).wait()
         assert there.unique().tolist() == [i]
-        assert slices[i].read(slice(1, 3)).tolist() == [i, i]
+        assert stores[i].read(slice(1, 3)).tolist() == [i, i]
 
 
-def test_a_draft_counts_when_it_is_accepted(shelf):
-    one = InFile(shelf, 1000, torch.bfloat16, drafts=True)
-    one.put(torch.zeros(1000))
+def test_a_draft_counts_when_it_is_accepted(buffers):
+    one = DiskParameters(buffers, 1000, torch.bfloat16, drafts=True)
+    one.write(torch.zeros(1000))
     for value in (1.0, 2.0):
-        one.keep(one.draft().fill_(value))
-        one.near()
+        one.keep_draft(one.draft_memory().fill_(value))
+        one.announce()
         assert one.read(slice(0, 2)).tolist() == [0, 0]
-        one.drop()
-    one.keep(one.draft().fill_(3.0))
-    one.near()
-    one.accept(None)
+        one.drop_draft()
+    one.keep_draft(one.draft_memory().fill_(3.0))
+    one.announce()
+    one.accept_draft(None)
     assert one.read(slice(998, 1000)).tolist() == [3, 3]
 
 
@@ -396,7 +402,7 @@ def test_a_draft_counts_when_it_is_accepted(shelf):
 
 def things(one):
     lane = vars(one).setdefault("lane", ThreadComm(one.comm.room, one.comm.rank, "checkpoint"))
-    return Things.sort([one.model, one.optimizer]), [one.engine], lane
+    return Objects.sort([one.model, one.optimizer]), [one.engine], lane
 
 
 def save(folder):
@@ -407,7 +413,7 @@ def load(folder):
     return lambda one: loading.load(folder, *things(one))
 
 
-@pytest.mark.parametrize(("params", "store"), [("cpu", "cpu"), ("nvme", "nvme")])
+@pytest.mark.parametrize(("params", "store"), [slow("cpu", "cpu"), ("nvme", "nvme")])
 def test_a_checkpoint_goes_into_another_layout_and_back(tmp_path, params, store):
     away, folder = on(params, tmp_path, store), tmp_path / "saved"
     straight = same(trained(2, batches=data(8)))
@@ -433,7 +439,7 @@ def test_states_are_whole(tmp_path, params):
 
 
 def _filled(rank, cases):
-    """The weights it begins with, and the masters and moments it ends with: those of 16 bits show a guess undone."""
+    """The weights it begins with, and the masters and moments it ends with: those of 16 bits show a step undone."""
     import paceline
 
     ends = []
@@ -478,15 +484,15 @@ def flipped(file):
 def test_a_disk_that_fails_ends_the_forward_that_meets_it(tmp_path, harm):
     def end(one):
         one.engine.settle()
-        harm(one.engine.method.layout.homes._shelves[True].disk._file)
+        harm(one.engine.method.layout.param_stores._disks[True].disk._file)
         one.model(torch.ones(1, 6))
 
     with pytest.raises(StoreError, match=f"{tmp_path}/paceline-0-parameters"):
         trained(1, batches=data(2), end=end, **on("nvme", tmp_path))
 
 
-@pytest.mark.parametrize("guess", [True, False], ids=["guess", "sure"])
-def test_a_disk_that_takes_no_more_leaves_the_last_step(tmp_path, guess):
+@pytest.mark.parametrize("when", ["ahead", "on_step"])
+def test_a_disk_that_takes_no_more_leaves_the_last_step(tmp_path, when):
     kept = []
 
     def end(one):
@@ -494,16 +500,16 @@ def test_a_disk_that_takes_no_more_leaves_the_last_step(tmp_path, guess):
             raise OSError(errno.ENOSPC, "No space left on device")
 
         before = all_of(one.model)
-        places = [loan.home.at for loan in loans(one).of.values()]
-        one.engine.method.layout.homes._shelves[True].disk._file.write = write
+        places = [sharded.store.at for sharded in unsharding(one).buckets.values()]
+        one.engine.method.layout.param_stores._disks[True].disk._file.write = write
         try:
             plain(one, *one.take(*data(1)[0]))
         finally:
-            kept.append(places == [loan.home.at for loan in loans(one).of.values()])
+            kept.append(places == [sharded.store.at for sharded in unsharding(one).buckets.values()])
         del before
 
     with pytest.raises(StoreError, match="No space left"):
-        trained(1, batches=data(2), end=end, guess=guess, **on("nvme", tmp_path))
+        trained(1, batches=data(2), end=end, step=when, **on("nvme", tmp_path))
     assert kept == [True]
 
 

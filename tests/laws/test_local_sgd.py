@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import threads
-from laws_table import WORLDS
-from paceline.consensus import agreed
+from marks import slow
+from paceline.core.consensus import consensus_weights
 from paceline.errors import MethodError
 from paceline.method import Method, method
 from paceline.reducers.error_feedback import ErrorFeedback
@@ -57,12 +57,12 @@ class Replica:
         self.optimizer.step()
 
 
-def simulate(world, batches, sync, optimizer=sgd, schedule=None):
+def simulate(world_size, batches, sync, optimizer=sgd, schedule=None):
     """The papers' loops, all workers in one; gives the anchor and everybody's weights."""
-    workers = [Replica(optimizer) for _ in range(world)]
+    workers = [Replica(optimizer) for _ in range(world_size)]
     x, u, v = workers[0].w, None, None
     for t, (a, b) in enumerate(batches):
-        shares = list(zip(a.chunk(world), b.chunk(world), strict=True))
+        shares = list(zip(a.chunk(world_size), b.chunk(world_size), strict=True))
         for w in workers:
             for group in w.optimizer.param_groups:
                 group["lr"] = gamma = schedule(t) if schedule else group["lr"]
@@ -70,7 +70,7 @@ def simulate(world, batches, sync, optimizer=sgd, schedule=None):
             for w, share in zip(workers, shares, strict=True):
                 w.grad(*share)
             for ps in zip(*(w.model.parameters() for w in workers), strict=True):
-                mean = sum(p.grad for p in ps) / world
+                mean = sum(p.grad for p in ps) / world_size
                 for p in ps:
                     p.grad = mean.clone()
             for w in workers:
@@ -81,7 +81,7 @@ def simulate(world, batches, sync, optimizer=sgd, schedule=None):
             w.step(*share)
         if (t + 1) % sync.every:
             continue
-        delta = sum(x - w.w for w in workers) / world
+        delta = sum(x - w.w for w in workers) / world_size
         if isinstance(sync, SlowMo):
             u = delta / gamma + (sync.beta * u if u is not None else 0)
             x = x - sync.alpha * gamma * u
@@ -96,12 +96,12 @@ def simulate(world, batches, sync, optimizer=sgd, schedule=None):
 
 
 @pytest.mark.parametrize("optimizer", [sgd, adamw], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("world", WORLDS[1:])
+@pytest.mark.parametrize("world_size", [slow(2), 3, slow(4)])
 @pytest.mark.parametrize("sync", FAMILY, ids=lambda s: s.name)
-def test_it_goes_as_its_paper_says(sync, world, optimizer):
+def test_it_goes_as_its_paper_says(sync, world_size, optimizer):
     batches = data(11)
-    _, expected = simulate(world, batches, sync, optimizer)
-    for got, want in zip(train(world, batches, optimizer, spec=Method(sync=sync)), expected, strict=True):
+    _, expected = simulate(world_size, batches, sync, optimizer)
+    for got, want in zip(train(world_size, batches, optimizer, spec=Method(sync=sync)), expected, strict=True):
         close(got.double(), want, 3e-5)
 
 
@@ -153,7 +153,7 @@ def test_the_anchor_is_what_is_evaluated():
         loop(data(4), model, opt, rig.take)
         at_agreement = weights(model)
         loop(data(2, seed=8), model, opt, rig.take)
-        with agreed(rig.engine):
+        with consensus_weights(rig.engine):
             assert torch.equal(weights(model), at_agreement)
         assert not torch.equal(weights(model), at_agreement)
 
@@ -202,10 +202,10 @@ def test_post_local_starts_at_the_first_drop_of_the_learning_rate():
 
 @pytest.mark.parametrize("late", ["keep", "mix"])
 @pytest.mark.parametrize("delay", [0, 1, 2])
-@pytest.mark.parametrize("fragments", [1, 2, 4])
+@pytest.mark.parametrize("fragments", [slow(1), 2, slow(4)])
 def test_fragments_take_turns_and_arrive_late(fragments, delay, late):
     """Streaming DiLoCo's loop in fp64, bucket by bucket."""
-    H, mix, world, steps = 4, 0.25, 3, 13
+    H, mix, world_size, steps = 4, 0.25, 3, 13
     batches = data(steps)
 
     def work(comm):
@@ -216,29 +216,29 @@ def test_fragments_take_turns_and_arrive_late(fragments, delay, late):
         result = loop(batches, model, opt, rig.take)
         return result, [[s.name for s in b.slots] for b in rig.engine.buckets], comm.sent
 
-    results = threads.run(world, work)
+    results = threads.run(world_size, work)
     buckets = results[0][1]
     assert len(buckets) > 2
-    workers = [Replica(lambda m: torch.optim.SGD(m.parameters(), lr=LR)) for _ in range(world)]
+    workers = [Replica(lambda m: torch.optim.SGD(m.parameters(), lr=LR)) for _ in range(world_size)]
     params = [dict(w.model.named_parameters()) for w in workers]
     find = lambda r, n: params[r][n]  # noqa: E731
     anchor = {n: find(0, n).detach().clone() for b in buckets for n in b}
     v, flying, sent = {}, {}, {}
     for t, (a, b) in enumerate(batches):
-        for w, share in zip(workers, zip(a.chunk(world), b.chunk(world), strict=True), strict=True):
+        for w, share in zip(workers, zip(a.chunk(world_size), b.chunk(world_size), strict=True), strict=True):
             w.step(*share)
         with torch.no_grad():
             for i, bucket in enumerate(buckets):
                 now = (t + 1 + (i * fragments // len(buckets)) * H // fragments) % H
                 for n in bucket:
                     if now == 0:
-                        sent[n] = [find(r, n).clone() for r in range(world)]
-                        flying[n] = sum(anchor[n] - w for w in sent[n]) / world
+                        sent[n] = [find(r, n).clone() for r in range(world_size)]
+                        flying[n] = sum(anchor[n] - w for w in sent[n]) / world_size
                     if now == delay and n in flying:
                         delta = flying.pop(n)
                         v[n] = delta + 0.9 * v.get(n, torch.zeros_like(delta))
                         anchor[n] = anchor[n] - 0.7 * (delta + 0.9 * v[n])
-                        for r in range(world):
+                        for r in range(world_size):
                             own = find(r, n)
                             mixed = mix * own + (1 - mix) * anchor[n]
                             kept = own + anchor[n] - sent[n][r]
@@ -253,7 +253,7 @@ def test_settling_lets_what_is_on_its_way_arrive():
         opt = sgd(model)
         rig = Rig(comm, model, opt, spec=Method(sync=LocalSGD(every=4, delay=3, late="mix", mix=0.0)))
         loop(data(4), model, opt, rig.take)
-        with agreed(rig.engine):
+        with consensus_weights(rig.engine):
             inside = weights(model)
         return inside, weights(model)
 
@@ -356,7 +356,7 @@ def test_an_agreement_survives_a_step_that_a_scaler_leaves_out():
 
     results = threads.run(2, work)
     assert same([w for w, _, _ in results]).isfinite().all()
-    assert [scale for _, scale, _ in results] == [16.0, 8.0]
+    assert [scale for _, scale, _ in results] == [8.0, 8.0]
     assert [step for _, _, step in results] == [6, 6]
 
 

@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import threads
+from paceline.core.facts import Fact
+from paceline.core.parts import Reduced, Reducer
 from paceline.errors import UsageError
 from paceline.method import Method
-from paceline.parts import KEEPS, Reduced, Reducer
 from rig import Rig, adamw, alone, built, close, data, loop, mlp, same, sgd, weights
 
 
@@ -34,7 +35,7 @@ class Hoarder(Reducer):
     """Sends half of what it has and keeps the rest: the simplest reducer with a memory, for these tests alone."""
 
     name: ClassVar[str] = "hoarder"
-    gives: ClassVar[frozenset[str]] = frozenset({KEEPS})
+    gives: ClassVar[frozenset[Fact]] = frozenset({Fact.KEEPS_LEFTOVERS})
 
     async def mean(self, b, x, comm):
         x = x + self.state.get((b.index, "kept"), 0.0)
@@ -184,8 +185,8 @@ def test_grad_scaler_in_a_window():
     close(same(threads.run(2, work)), alone(large))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_two_losses_of_one_batch_in_a_window(world):
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_two_losses_of_one_batch_in_a_window(world_size):
     """A batch counts once, however many backwards it takes."""
     batches = data(4, size=6)
 
@@ -205,15 +206,15 @@ def test_two_losses_of_one_batch_in_a_window(world):
         return twice(model, opt, Rig(comm, model, opt, accumulate=2).take, 1)
 
     model = mlp()
-    close(same(threads.run(world, work)), twice(model, sgd(model), lambda *t: t, 2))
+    close(same(threads.run(world_size, work)), twice(model, sgd(model), lambda *t: t, 2))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_tokens_as_weights(world):
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_tokens_as_weights(world_size):
     """Unequal weights of equal batches: the mean is over what the weights count."""
     x, y = data(1, size=12)[0]
     mask = torch.rand(12, generator=torch.Generator().manual_seed(1)) < 0.6
-    tokens = [mask[r::world].sum().item() for r in range(world)]
+    tokens = [mask[r::world_size].sum().item() for r in range(world_size)]
 
     def masked(model, x, y, m):
         return (cross_entropy(model(x), y, reduction="none") * m).sum() / m.sum()
@@ -226,7 +227,7 @@ def test_tokens_as_weights(world):
         r = Rig(comm, model, opt)
         for _ in range(3):
             r.engine.take_batch(Share(tokens[comm.rank], sum(tokens)))
-            mine = slice(comm.rank, None, world)
+            mine = slice(comm.rank, None, world_size)
             masked(model, x[mine], y[mine], mask[mine]).backward()
             opt.step()
             opt.zero_grad()
@@ -238,7 +239,7 @@ def test_tokens_as_weights(world):
         masked(model, x, y, mask).backward()
         opt.step()
         opt.zero_grad()
-    close(same(threads.run(world, work)), weights(model))
+    close(same(threads.run(world_size, work)), weights(model))
 
 
 def test_a_closure():

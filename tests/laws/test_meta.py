@@ -8,9 +8,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import processes
-from paceline import meta
+from marks import slow
 from paceline.errors import UsageError
 from paceline.registry import parts
+from paceline.sharding import meta
 from rig import data, same
 
 LAYOUTS = list(parts("layout"))
@@ -44,7 +45,7 @@ def _train(model, rank, method, **how):
     model, opt = paceline.prepare(model, opt, method=method, bucket_mb=0.0005, **how)
     start = torch.cat([v.flatten() for v in model.state_dict().values()])
     for x, y in data(3):
-        mine = slice(rank * 12 // paceline.world(), (rank + 1) * 12 // paceline.world())
+        mine = slice(rank * 12 // paceline.world_size(), (rank + 1) * 12 // paceline.world_size())
         cross_entropy(model(x[mine]), y[mine]).backward()
         opt.step()
         opt.zero_grad()
@@ -58,10 +59,13 @@ def _job(rank, method, device, seed=5):
     return _train(model, rank, method)
 
 
-@pytest.mark.parametrize(("world", "layout"), [(1, "zero3"), *((2, layout) for layout in LAYOUTS)])
-def test_the_numbers_are_those_of_a_model_built_with_memory(layout, world):
-    want = processes.values(processes.run(world, _job, layout, "cpu"))
-    got = processes.values(processes.run(world, _job, layout, "meta"))
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [slow(1, "zero3"), *((2, n) if n in ("replicated", "zero3") else slow(2, n) for n in LAYOUTS)],
+)
+def test_the_numbers_are_those_of_a_model_built_with_memory(layout, world_size):
+    want = processes.values(processes.run(world_size, _job, layout, "cpu"))
+    got = processes.values(processes.run(world_size, _job, layout, "meta"))
     for k in (0, 1):
         assert torch.equal(same([g[k] for g in got]), same([w[k] for w in want])), "start" if k == 0 else "end"
 
@@ -74,7 +78,7 @@ def _from_file(rank, method, folder):
     return _train(model, rank, method, weights=folder)[0]
 
 
-@pytest.mark.parametrize(("layout", "plain"), [("replicated", True), ("zero3", True), ("zero3", False)])
+@pytest.mark.parametrize(("layout", "plain"), [slow("replicated", True), ("zero3", True), slow("zero3", False)])
 def test_from_a_checkpoint_or_a_file(tmp_path, layout, plain):
     import paceline
     from paceline.checkpoint.export import export
@@ -114,11 +118,11 @@ def _peak(rank):
     return float(peak), float(live), float(sum(p.numel() * 4 for p in model.parameters()))
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_no_worker_ever_holds_the_whole_model(world):
-    for peak, live, whole in processes.values(processes.run(world, _peak)):
-        assert live == pytest.approx(whole / world, rel=0.1)
-        assert peak < whole / world + 2**20, "its slices, and a bucket or a module"
+@pytest.mark.parametrize("world_size", [2, slow(3)])
+def test_no_worker_ever_holds_the_whole_model(world_size):
+    for peak, live, whole in processes.values(processes.run(world_size, _peak)):
+        assert live == pytest.approx(whole / world_size, rel=0.1)
+        assert peak < whole / world_size + 2**20, "its shards, and a bucket or a module"
 
 
 # ------------------------------------------------------------------------------------------------ what is refused
@@ -143,7 +147,7 @@ def test_what_nobody_can_fill_is_named_before_anything_starts():
 
 
 def test_a_reset_that_leaves_something_out_is_named():
-    from paceline.checkpoint.holdings import Owned
+    from paceline.core.shard import Owned
 
     class Forgets(nn.Linear):
         def reset_parameters(self):
@@ -160,7 +164,7 @@ def test_parameters_stay_who_they_are():
     model.weight.decays = False
     before = [id(p) for p in model.parameters()]
     state = torch.get_rng_state()
-    from paceline.checkpoint.holdings import Owned
+    from paceline.core.shard import Owned
 
     meta.Blank([model], torch.device("cpu")).fill(0, Owned([]))
     assert [id(p) for p in model.parameters()] == before

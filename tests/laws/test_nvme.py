@@ -21,13 +21,15 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import threads
+from marks import slow
 from paceline.errors import MethodError, StoreError, UsageError
 from paceline.method import method
-from paceline.stores import placing
-from paceline.stores.disk import Disk, Speed
-from paceline.stores.file import File
-from paceline.stores.lanes import Lanes
-from paceline.stores.nvme import BUFFERS, Place, Pool
+from paceline.offload import placement
+from paceline.offload.copies import CopyStreams
+from paceline.offload.disk import Disk, Speed
+from paceline.offload.file import StateFile
+from paceline.offload.memory_model import STATE_BUFFERS as BUFFERS
+from paceline.offload.nvme import BufferState, Pool
 from rig import Rig, adamw, built, data, same, sgd, small_disk, weights
 
 
@@ -42,7 +44,7 @@ BUCKETS = 11  # one a layer
 
 @pytest.fixture(autouse=True)
 def _measured(monkeypatch):
-    monkeypatch.setattr(placing, "speed", lambda folder: Speed(read=3.4e9, write=2.5e9))
+    monkeypatch.setattr(placement, "speed", lambda folder: Speed(read=3.4e9, write=2.5e9))
 
 
 def plain(one, x, y):
@@ -59,7 +61,7 @@ def clipped(one, x, y):
 
 
 def mixed(one, x, y):
-    """Sometimes clipped, sometimes after two backwards: guesses that are undone."""
+    """Sometimes clipped, sometimes after two backwards: steps ahead that are undone."""
     if one.engine.ex.step % 5 == 1:
         cross_entropy(one.model(x), y).backward()
     if one.engine.ex.step % 5 > 2:
@@ -91,7 +93,7 @@ def recut(one, x, y):
 
 
 def trained(
-    world, stage="zero2", *, step=plain, batches=None, make=layers, optimizer=adamw, begin=None, end=None, **on
+    world_size, stage="zero2", *, loop=plain, batches=None, make=layers, optimizer=adamw, begin=None, end=None, **on
 ):
     """A loop on every worker; what `end` gives, or the weights."""
 
@@ -102,10 +104,10 @@ def trained(
         if begin is not None:
             begin(one)
         for x, y in data(20) if batches is None else batches:
-            step(one, *one.take(x, y))
+            loop(one, *one.take(x, y))
         return end(one) if end is not None else torch.cat([v.flatten() for v in model.state_dict().values()])
 
-    return threads.run(world, work)
+    return threads.run(world_size, work)
 
 
 def pool(one) -> Pool:
@@ -117,11 +119,11 @@ def still(pool) -> None:
 
     def moving():
         with pool._news:
-            return any(x.place in (Place.COMING, Place.GOING) for x in pool.all)
+            return any(x.state in (BufferState.COMING, BufferState.GOING) for x in pool.all)
 
-    deadline = time.monotonic() + 10
+    timeout = time.monotonic() + 10
     while moving():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < timeout
         time.sleep(0.001)
 
 
@@ -129,23 +131,21 @@ def still(pool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:paceline")
-@pytest.mark.parametrize("guess", [True, False], ids=["guess", "sure"])
-@pytest.mark.parametrize(
-    ("world", "stage"), [(1, "zero2"), pytest.param(2, "zero1", marks=pytest.mark.slow), (3, "zero3")]
-)
-def test_twenty_steps_are_those_in_memory(tmp_path, world, stage, guess):
+@pytest.mark.parametrize("when", ["ahead", slow("on_step")])
+@pytest.mark.parametrize(("world_size", "stage"), [(1, "zero2"), slow(2, "zero1"), slow(3, "zero3")])
+def test_twenty_steps_are_those_in_memory(tmp_path, world_size, stage, when):
     batches = data(20)
     batches[7][0][1] = torch.nan  # a step that is given up
-    how = {"step": mixed, "batches": batches, "guess": guess}
-    want = same(trained(world, stage, store="cpu", **how))
-    assert torch.equal(same(trained(world, stage, store="nvme", path=str(tmp_path), **how)), want)
+    how = {"loop": mixed, "batches": batches, "step": when}
+    want = same(trained(world_size, stage, store="cpu", **how))
+    assert torch.equal(same(trained(world_size, stage, store="nvme", path=str(tmp_path), **how)), want)
     assert not [*tmp_path.iterdir()], "the file has a name"
 
 
 @pytest.mark.filterwarnings("ignore:paceline")
-@pytest.mark.parametrize("step", [own_gradient, written_into, recut])
+@pytest.mark.parametrize("step", [own_gradient, written_into, slow(recut)])
 def test_whatever_else_a_loop_does(tmp_path, step):
-    how = {"step": step, "batches": data(8)}
+    how = {"loop": step, "batches": data(8)}
     want = same(trained(2, store="cpu", **how))
     assert torch.equal(same(trained(2, store="nvme", path=str(tmp_path), **how)), want)
     torch.testing.assert_close(want, same(trained(2, "replicated", **how)), rtol=1e-5, atol=1e-5)
@@ -155,14 +155,14 @@ def test_16_bit_parameters(tmp_path):
     def step(one, x, y):
         plain(one, x.bfloat16(), y)
 
-    how = {"make": lambda: layers().bfloat16(), "step": step, "batches": data(8)}
+    how = {"make": lambda: layers().bfloat16(), "loop": step, "batches": data(8)}
     want = same(trained(2, store="cpu", **how))
     assert torch.equal(same(trained(2, store="nvme", path=str(tmp_path), **how)), want)
 
 
 def test_what_is_stepped_first_goes_farthest(tmp_path, capsys):
     def end(one):
-        of = one.engine.method.layout.offload.of
+        of = one.engine.method.layout.offload.buckets
         return [type(of[i].vectors).__name__ if i in of else "device" for i in range(BUCKETS)]
 
     last = 12 * sum(p.numel() for p in layers()[:3].parameters()) / 1e9
@@ -198,10 +198,12 @@ def test_few_buffers_take_turns_and_no_bucket_is_read_twice_a_step(tmp_path):
 
     def end(one):
         still(pool(one))
-        return [x.place for x in pool(one).all]
+        return [x.state for x in pool(one).all]
 
     [places] = trained(1, batches=data(steps), begin=begin, end=end, store="nvme", path=str(tmp_path))
-    assert places == [Place.HERE] * BUFFERS + [Place.AWAY] * (BUCKETS - BUFFERS), "the next step's first are not there"
+    assert places == [BufferState.HERE] * BUFFERS + [BufferState.AWAY] * (BUCKETS - BUFFERS), (
+        "the next step's first are not there"
+    )
     assert most[0] == BUFFERS
     # One that is still there when its turn comes again is not read: who is first, the disk or the step, is chance.
     assert (BUCKETS - BUFFERS) * steps <= reads[0] <= BUCKETS * steps
@@ -209,20 +211,20 @@ def test_few_buffers_take_turns_and_no_bucket_is_read_twice_a_step(tmp_path):
 
 def test_pieces_have_elements_only_while_they_are_at_hand(tmp_path):
     def end(one):
-        pieces = [piece for some in one.engine.method.layout.pieces.values() for piece in some]
+        shards = [shard for some in one.engine.method.layout.bucket_shards.values() for shard in some]
         state = one.optimizer.state
-        held = sum(x.numel() for piece in pieces for x in (piece.param, state[piece.param]["exp_avg"]))
-        with pieces[5].at_hand(changed=False):
-            assert pieces[5].param.numel() == state[pieces[5].param]["exp_avg_sq"].numel() > 0
+        held = sum(x.numel() for shard in shards for x in (shard.param, state[shard.param]["exp_avg"]))
+        with shards[5].at_hand(changed=False):
+            assert shards[5].param.numel() == state[shards[5].param]["exp_avg_sq"].numel() > 0
         return held
 
     assert trained(1, batches=data(2), end=end, store="nvme", path=str(tmp_path)) == [0]
 
 
 @pytest.fixture
-def shelf(tmp_path):
-    with Disk(tmp_path, 1 << 20, deadline_s=5.0) as disk:
-        its = Pool(disk, Lanes(torch.device("cpu")), buffers=2)
+def small_pool(tmp_path):
+    with Disk(tmp_path, 1 << 20, timeout_s=5.0) as disk:
+        its = Pool(disk, CopyStreams(torch.device("cpu")), buffers=2)
         for i in range(6):
             with its.add(100 + 500 * i).at_hand(changed=True) as now:
                 assert not now.v.any()
@@ -232,23 +234,23 @@ def shelf(tmp_path):
         yield its
 
 
-def test_out_of_turn(shelf):
+def test_out_of_turn(small_pool):
     for i in (3, 0, 5, 4, 4, 1, 0, 2):
-        with shelf.all[i].at_hand(changed=i % 2 == 0) as now:
+        with small_pool.all[i].at_hand(changed=i % 2 == 0) as now:
             assert [x.unique().tolist() for x in now] == [[i]] * 3
             assert [len(x) for x in now] == [100 + 500 * i] * 3
-    still(shelf)
-    assert [x.place is Place.HERE for x in shelf.all] == [False, False, False, True, True, False]
+    still(small_pool)
+    assert [x.state is BufferState.HERE for x in small_pool.all] == [False, False, False, True, True, False]
 
 
-def test_two_who_ask_at_once_both_get_theirs(shelf):
+def test_two_who_ask_at_once_both_get_theirs(small_pool):
     """As many buffers as they are: neither may take what the other waits for."""
     errors = []
 
     def ask(order):
         try:
             for i in order * 30:
-                vectors = shelf.all[i]
+                vectors = small_pool.all[i]
                 assert vectors.take().p.unique().tolist() == [i]
                 vectors.give(changed=True)
         except BaseException as error:
@@ -274,12 +276,12 @@ def test_a_transfer_may_end_before_who_began_it_goes_on(tmp_path, every):
             transfer.exception(5)
         return transfer
 
-    def read_slowly(at, view, real=File.read):
+    def read_slowly(at, view, real=StateFile.read):
         real(disk._file, at, view)
         time.sleep(0.002 * (at // 4096 % 2))
 
-    with Disk(tmp_path, 1 << 20, threads=16, deadline_s=5.0) as disk:
-        its = Pool(disk, Lanes(torch.device("cpu")), buffers=3)
+    with Disk(tmp_path, 1 << 20, threads=16, timeout_s=5.0) as disk:
+        its = Pool(disk, CopyStreams(torch.device("cpu")), buffers=3)
         for i in range(7):
             with its.add(100).at_hand(changed=True) as now:
                 now.p.fill_(i)
@@ -299,24 +301,24 @@ def test_a_transfer_may_end_before_who_began_it_goes_on(tmp_path, every):
 
 
 @pytest.mark.parametrize("failing", ["read", "write"])
-def test_whatever_fails_in_the_background_is_told_to_who_takes_something(shelf, failing):
+def test_whatever_fails_in_the_background_is_told_to_who_takes_something(small_pool, failing):
     def fail(*args):
         raise MemoryError("no buffer")
 
     def go_through():
-        for x in shelf.all:
+        for x in small_pool.all:
             with x.at_hand(changed=True):
                 pass
 
-    still(shelf)
-    setattr(shelf.disk, failing, fail)
+    still(small_pool)
+    setattr(small_pool.disk, failing, fail)
     with pytest.raises(MemoryError, match="no buffer"):
         go_through()
 
 
 def test_who_waits_too_long_is_told(tmp_path):
-    with Disk(tmp_path, 1 << 16, deadline_s=0.1) as disk:
-        vectors = Pool(disk, Lanes(torch.device("cpu"))).add(10)
+    with Disk(tmp_path, 1 << 16, timeout_s=0.1) as disk:
+        vectors = Pool(disk, CopyStreams(torch.device("cpu"))).add(10)
         vectors.take()
         with pytest.raises(StoreError, match=r"\.state has not ended after"):
             vectors.take()
@@ -326,11 +328,11 @@ def test_who_waits_too_long_is_told(tmp_path):
 # ------------------------------------------------------------------------------------------------ state
 
 
-def saved(world, stage="zero2", steps=4, **how):
+def saved(world_size, stage="zero2", steps=4, **how):
     def end(one):
         return one.model.state_dict(), one.optimizer.state_dict()
 
-    return trained(world, stage, batches=data(8)[:steps], end=end, **how)
+    return trained(world_size, stage, batches=data(8)[:steps], end=end, **how)
 
 
 def load(saved):
@@ -382,13 +384,13 @@ def test_the_space_is_given_back_when_buckets_are_cut_anew(tmp_path):
 
 def test_the_space_is_given_back_with_the_pool(tmp_path):
     def use():
-        its = Pool(Disk(tmp_path, 1 << 16), Lanes(torch.device("cpu")))
+        its = Pool(Disk(tmp_path, 1 << 16), CopyStreams(torch.device("cpu")))
         with its.add(10).at_hand(changed=True):
             assert open_in(tmp_path)
 
     use()
-    deadline = time.monotonic() + 10
-    while open_in(tmp_path) and time.monotonic() < deadline:
+    timeout = time.monotonic() + 10
+    while open_in(tmp_path) and time.monotonic() < timeout:
         gc.collect()
         time.sleep(0.01)
     assert not open_in(tmp_path)
@@ -415,16 +417,16 @@ def full(file):
     file.write = write
 
 
-@pytest.mark.parametrize("guess", [True, False], ids=["guess", "sure"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("when", ["ahead", "on_step"])
+@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("harm", [truncated, flipped, full])
-def test_a_disk_that_fails_is_named_and_nothing_committed_is_lost(tmp_path, harm, world, guess):
+def test_a_disk_that_fails_is_named_and_nothing_committed_is_lost(tmp_path, harm, world_size, when):
     kept = []
 
     def end(one):
         x, y = one.take(*data(1)[0])
         still(pool(one))
-        if one.comm.rank == world - 1:
+        if one.comm.rank == world_size - 1:
             harm(pool(one).disk._file)
         for _ in range(3 if harm is full else 1):  # what is not written in a step is missed in the next
             before = weights(one.model)
@@ -432,14 +434,14 @@ def test_a_disk_that_fails_is_named_and_nothing_committed_is_lost(tmp_path, harm
                 plain(one, x, y)
             except BaseException:
                 kept.append(torch.equal(weights(one.model), before))
-                if world == 1:  # or it would ask the others
+                if world_size == 1:  # or it would ask the others
                     with pytest.raises(StoreError):
                         one.optimizer.state_dict()
                 raise
 
-    with pytest.raises(StoreError, match=f"{tmp_path}/paceline-{world - 1}-"):
-        trained(world, batches=data(3), end=end, store="nvme", path=str(tmp_path), guess=guess)
-    assert kept == [True] * world
+    with pytest.raises(StoreError, match=f"{tmp_path}/paceline-{world_size - 1}-"):
+        trained(world_size, batches=data(3), end=end, store="nvme", path=str(tmp_path), step=when)
+    assert kept == [True] * world_size
 
 
 def test_a_part_on_the_device_does_not_step_without_the_rest(tmp_path):
@@ -453,7 +455,9 @@ def test_a_part_on_the_device_does_not_step_without_the_rest(tmp_path):
         return torch.equal(weights(one.model), before)
 
     half = 12 * sum(p.numel() for p in layers()[:9].parameters()) / 1e9
-    assert trained(1, batches=data(2), end=end, store="nvme", path=str(tmp_path), device_gb=half, guess=False) == [True]
+    assert trained(1, batches=data(2), end=end, store="nvme", path=str(tmp_path), device_gb=half, step="on_step") == [
+        True
+    ]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
@@ -492,6 +496,7 @@ train(lambda links: [os.truncate(link, 4096) for link in links])
 """
 
 
+@pytest.mark.slow
 def test_a_script_gives_the_space_back_and_ends_with_the_error(tmp_path):
     ended = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False

@@ -1,5 +1,5 @@
-"""store=cpu: state on the host, stepped on a guess. That the steps are those of the other layouts is in test_zero.py;
-here is what only a guess can get wrong.
+"""store=cpu: state on the host, stepped ahead of `step()`. Here is what only a step ahead can get wrong; that the steps
+are those of the other layouts is in test_zero.py.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import threads
+from marks import slow
 from paceline.errors import MethodError, StoreError, UsageError
 from paceline.kernels import adam
 from paceline.method import method
-from paceline.shards import turns
-from paceline.stores import placing
-from paceline.stores.away import Away, AwayPiece
-from paceline.stores.choosing import Chosen, Room
-from paceline.stores.disk import Speed
-from paceline.stores.lanes import Lanes
+from paceline.offload import placement
+from paceline.offload.copies import CopyStreams
+from paceline.offload.disk import Speed
+from paceline.offload.memory_model import FreeMemory, Placement
+from paceline.offload.offloaded import OffloadedBucket, OffloadedShard
+from paceline.sharding import turns
 from rig import Rig, built, close, data, mlp, sgd, weights
 
 STAGES = ["zero1", "zero2", "zero3"]
@@ -47,7 +48,7 @@ def _deep():
 deep = built(_deep)
 
 
-def trained(stage, knobs, *, world=1, dtype=torch.float32, make=mlp, step=plain, batches=None, end=None):
+def trained(stage, knobs, *, world_size=1, dtype=torch.float32, make=mlp, step=plain, batches=None, end=None):
     def work(comm):
         model = make().to(dtype)
         one = Rig(comm, model, fused(model), spec=stage, knobs=knobs)
@@ -58,39 +59,45 @@ def trained(stage, knobs, *, world=1, dtype=torch.float32, make=mlp, step=plain,
             return end(one)
         return torch.cat([v.flatten() for v in model.state_dict().values()]).float()
 
-    return threads.run(world, work)[0]
+    return threads.run(world_size, work)[0]
 
 
 @pytest.fixture
-def guesses(monkeypatch):
-    """How often a bucket was stepped on a guess, stepped when asked, and undone."""
+def counts(monkeypatch):
+    """How often a bucket was handed over to be stepped ahead, was stepped so and used, stepped when asked, undone."""
     seen: Counter[str] = Counter()
-    begin, undoing = Away._begin, adam.undoing
+    begin, request, undoing = OffloadedBucket._begin, OffloadedBucket.request, adam.undoing
 
-    def begun(self, *args, guess):
-        seen["guessed" if guess else "asked"] += 1
-        return begin(self, *args, guess=guess)
+    def begun(self, *args, ahead):
+        seen["ahead" if ahead else "asked"] += 1
+        return begin(self, *args, ahead=ahead)
+
+    def requested(self, steps):
+        before = self._job
+        request(self, steps)
+        seen["used"] += before is not None and self._job is before
 
     def undone(*args, **kwargs):
         seen["undone"] += 1
         return undoing(*args, **kwargs)
 
-    monkeypatch.setattr(Away, "_begin", begun)
+    monkeypatch.setattr(OffloadedBucket, "_begin", begun)
+    monkeypatch.setattr(OffloadedBucket, "request", requested)
     monkeypatch.setattr(adam, "undoing", undone)
     return seen
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_plain_loop_is_all_guesses(stage, dtype, guesses):
+def test_a_plain_loop_is_stepped_ahead_after_its_first_step(stage, dtype, counts):
     close(trained(stage, {"store": "cpu"}, dtype=dtype), trained(stage, {}, dtype=dtype), tol=1e-6)
-    assert guesses["guessed"] >= 6
-    assert guesses["asked"] == guesses["undone"] == 0
+    assert counts["used"] == 5 * counts["asked"] > 0  # all but the first step
+    assert counts["undone"] == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.filterwarnings("ignore:paceline")
-def test_a_step_that_is_given_up_is_undone(dtype, guesses):
+def test_a_step_that_is_given_up_is_undone(dtype, counts):
     """The last bucket's gradients are not finite: by then the others are stepped."""
 
     def step(one, x, y):
@@ -100,13 +107,13 @@ def test_a_step_that_is_given_up_is_undone(dtype, guesses):
         plain(one, x, y, backward if one.number == 3 else None)
 
     tol = 1e-6 if dtype == torch.float32 else 1e-2
-    how = {"world": 2, "step": step, "dtype": dtype}
+    how = {"world_size": 2, "step": step, "dtype": dtype}
     close(trained("zero2", {"store": "cpu"}, **how), trained("zero2", {}, **how), tol)
-    assert guesses["undone"] >= 1
-    assert guesses["asked"] == 0
+    assert counts["undone"] >= 1
+    assert counts["used"] == 4 * counts["asked"] > 0  # all but the first step
 
 
-def test_who_clips_is_not_second_guessed(guesses):
+def test_while_a_clip_binds_no_bucket_is_stepped_ahead(counts):
     def step(one, x, y):
         cross_entropy(one.model(x), y).backward()
         nn.utils.clip_grad_norm_(one.model.parameters(), 0.05 if one.number < 4 else 1e9)
@@ -114,14 +121,14 @@ def test_who_clips_is_not_second_guessed(guesses):
         one.optimizer.zero_grad()
 
     close(trained("zero2", {"store": "cpu"}, step=step), trained("zero2", {}, step=step), tol=1e-6)
-    buckets = guesses["undone"]  # each was undone once, in the first step
+    buckets = counts["asked"] // 5  # all but the last step
     assert buckets >= 2
-    assert guesses["asked"] == 5 * buckets  # all but the last step
-    assert guesses["guessed"] == 2 * buckets  # the first and the last
+    assert counts["used"] == buckets  # the last
+    assert counts["undone"] == 0
 
 
 @pytest.mark.parametrize("divides", ["scaler", "optimizer"])
-def test_under_a_loss_scaler_nothing_is_guessed(divides, guesses):
+def test_under_a_loss_scaler_nothing_is_stepped_ahead(divides, counts):
     """A fused optimizer divides by the scale itself, and skips a step itself."""
 
     def work(comm, knobs):
@@ -137,13 +144,13 @@ def test_under_a_loss_scaler_nothing_is_guessed(divides, guesses):
         return torch.cat([v.flatten() for v in model.state_dict().values()])
 
     got = threads.run(1, lambda comm: work(comm, {"store": "cpu"}))[0]
-    assert guesses["guessed"] == guesses["undone"] == 0
+    assert counts["ahead"] == counts["undone"] == 0
     close(got, threads.run(1, lambda comm: work(comm, {}))[0], tol=1e-6)
 
 
-def test_whoever_does_not_want_guesses_gets_none(guesses):
-    trained("zero2", {"store": "cpu", "guess": False})
-    assert guesses["guessed"] == guesses["undone"] == 0
+def test_on_step_never_steps_ahead(counts):
+    trained("zero2", {"store": "cpu", "step": "on_step"})
+    assert counts["ahead"] == counts["undone"] == 0
 
 
 @pytest.mark.parametrize("behind", [False, True], ids=["torch knows", "behind its back"])
@@ -160,7 +167,7 @@ def test_a_parameter_that_is_written_into(stage, behind):
 
 
 def test_between_backward_and_step_the_state_is_that_of_before():
-    """Somebody saves there. What was guessed is undone, and done again when it is asked for."""
+    """The state is saved there. What was stepped ahead is undone, and done again when it is asked for."""
     saved = []
 
     def step(one, x, y):
@@ -193,9 +200,9 @@ def test_moments_that_are_loaded():
 def test_what_the_next_forward_needs_first_stays_on_the_device():
     def end(one):
         where = [
-            (b.index, isinstance(piece, AwayPiece))
+            (b.index, isinstance(shard, OffloadedShard))
             for b in one.engine.buckets
-            for piece in one.engine.method.layout.pieces[b.index]
+            for shard in one.engine.method.layout.bucket_shards[b.index]
         ]
         return where, torch.cat([v.flatten() for v in one.model.state_dict().values()])
 
@@ -279,14 +286,14 @@ def test_gradients_in_fp32_are_those_of_one_turn(monkeypatch):
         layout = one.engine.method.layout
         real = layout._take
 
-        def take(pieces):
-            real(pieces)
-            every = [piece for some in layout.pieces.values() for piece in some]
-            wide.append(sum(piece.param.grad is not None for piece in every))
+        def take(shards):
+            real(shards)
+            every = [shard for some in layout.bucket_shards.values() for shard in some]
+            wide.append(sum(shard.param.grad is not None for shard in every))
 
         layout._take = take
         plain(one, *one.take(*data(1)[0]))
-        return len(layout.pieces), max(len(some) for some in layout.pieces.values())
+        return len(layout.bucket_shards), max(len(some) for some in layout.bucket_shards.values())
 
     monkeypatch.setattr(turns, "AT_ONCE", 1)
     buckets, most = trained("zero2", {}, dtype=torch.bfloat16, end=end)
@@ -314,22 +321,89 @@ def test_an_optimizer_that_counts_its_steps_is_called_once(monkeypatch):
     assert threads.run(1, work) == [3]
 
 
-# ------------------------------------------------------------------------------------------------------ without undo
+# ------------------------------------------------------------------------------------------------------ exact undoing
 
-PASSING = {"store": "cpu", "undo": False}
+
+def _skipped(how, factor):
+    """A loop in which one step has a loss so many times larger, and is given up."""
+
+    def step(one, x, y):
+        if one.number != 6:
+            plain(one, x, y)
+            return
+        if how == "zero_grad":
+            (cross_entropy(one.model(x), y) * factor).backward()
+            one.optimizer.zero_grad()
+        else:  # the last bucket's gradients are not finite: by then the others are stepped
+            hook = one.model[0].weight.register_hook(lambda grad: grad * torch.inf)
+            plain(one, x, y, lambda loss: loss * factor)
+            hook.remove()
+
+    return step
+
+
+@pytest.mark.parametrize("factor", [1.0, slow(8.0), slow(1e6), 1e8])
+@pytest.mark.parametrize("how", ["zero_grad", "not finite"])
+@pytest.mark.parametrize(("stage", "world_size"), [slow("zero2", 1), ("zero3", 2)])
+@pytest.mark.filterwarnings("ignore:paceline")
+def test_a_step_with_a_huge_loss_that_is_given_up_leaves_no_trace(stage, world_size, how, factor, counts):
+    """Undoing Adam would subtract a huge number from small moments: such a bucket waits for `step`."""
+    same = {"world_size": world_size, "make": deep, "step": _skipped(how, factor), "batches": data(12)}
+    want = trained(stage, {"store": "cpu", "step": "on_step"}, **same)
+    counts.clear()
+    got = trained(stage, {"store": "cpu"}, **same)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+    assert counts["undone"] if factor < 10 else not counts["undone"]
+    assert counts["used"] >= 8, "ordinary steps are made ahead"
+
+
+def _clipped(most):
+    def step(one, x, y):
+        cross_entropy(one.model(x), y).backward()
+        nn.utils.clip_grad_norm_(one.model.parameters(), most(one.number))
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+
+    return step
+
+
+def test_a_clip_that_does_not_bind_keeps_buckets_ahead(counts):
+    trained("zero2", {"store": "cpu"}, step=_clipped(lambda i: 1e9))
+    assert counts["undone"] == 0
+    assert counts["used"] == 5 * counts["asked"] > 0  # all but the first step, in which none is ahead
+
+
+def test_a_clip_that_binds_stops_steps_ahead_only_while_it_binds(counts):
+    """It binds in steps 2 and 3 of 8: those two are made in `step`, and so is the one after, which it might bind in."""
+    seen = []
+
+    def step(one, x, y):
+        before = counts["used"]
+        _clipped(lambda i: 0.05 if i in (2, 3) else 1e9)(one, x, y)
+        seen.append(counts["used"] > before)
+
+    trained("zero2", {"store": "cpu"}, step=step, batches=data(8))
+    assert seen == [False, True, False, False, False, True, True, True]
+    assert counts["undone"] > 0  # step 2
+
+
+# ------------------------------------------------------------------------------------------------------ streamed
+
+STREAM = {"store": "cpu", "step": "stream"}
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(("world", "dtype"), [(1, torch.bfloat16), (3, torch.float32)], ids=str)
-def test_gradients_that_only_pass_through(stage, world, dtype, guesses):
+@pytest.mark.parametrize(("world_size", "dtype"), [slow(1, torch.bfloat16), (3, torch.float32)], ids=str)
+def test_streamed_gradients(stage, world_size, dtype, counts):
     def end(one):
-        aways = one.engine.method.layout.offload.of.values()
-        assert not any(away.g.numel() or away._own.numel() for away in aways), "a gradient is kept"
+        buckets = one.engine.method.layout.offload.buckets.values()
+        assert not any(b.g.numel() or b._own.numel() for b in buckets), "a gradient is kept"
         return torch.cat([v.flatten() for v in one.model.state_dict().values()]).float()
 
-    how = {"world": world, "dtype": dtype, "make": deep}  # more buckets than vectors that take turns
-    assert torch.equal(trained(stage, PASSING, end=end, **how), trained(stage, {"store": "cpu"}, **how))
-    assert guesses["asked"] == guesses["undone"] == 0
+    how = {"world_size": world_size, "dtype": dtype, "make": deep}  # more buckets than vectors that take turns
+    got = trained(stage, STREAM, end=end, **how)
+    assert counts["asked"] == counts["undone"] == 0
+    assert torch.equal(got, trained(stage, {"store": "cpu"}, **how))
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -339,11 +413,11 @@ def test_passing_with_gradients_zeroed_either_way(set_to_none):
         one.optimizer.step()
         one.optimizer.zero_grad(set_to_none=set_to_none)
 
-    assert torch.equal(trained("zero2", PASSING, step=step), trained("zero2", {"store": "cpu"}, step=step))
+    assert torch.equal(trained("zero2", STREAM, step=step), trained("zero2", {"store": "cpu"}, step=step))
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_passing_with_parameters_that_are_not_always_used(world):
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_passing_with_parameters_that_are_not_always_used(world_size):
     """Whether these are stepped is known only at the end: their gradients are kept until then."""
 
     def step(one, x, y):
@@ -353,8 +427,8 @@ def test_passing_with_parameters_that_are_not_always_used(world):
         one.optimizer.step()
         one.optimizer.zero_grad()
 
-    how = {"step": step, "world": world}
-    assert torch.equal(trained("zero2", PASSING, **how), trained("zero2", {"store": "cpu"}, **how))
+    how = {"step": step, "world_size": world_size}
+    assert torch.equal(trained("zero2", STREAM, **how), trained("zero2", {"store": "cpu"}, **how))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -364,7 +438,7 @@ def test_passing_follows_parameters_that_are_written_into(stage):
             one.model.load_state_dict({key: 0.5 * value for key, value in one.model.state_dict().items()})
         plain(one, x, y)
 
-    close(trained(stage, PASSING, step=step), trained(stage, {}, step=step), tol=1e-6)
+    close(trained(stage, STREAM, step=step), trained(stage, {}, step=step), tol=1e-6)
 
 
 def clip(one):
@@ -418,12 +492,12 @@ def test_what_would_have_to_be_undone_is_refused(do, said):
         cross_entropy(one.model(x), y).backward()
         with pytest.raises(UsageError, match=said) as refused:
             do(one)
-        assert "undo=True" in refused.value.do
+        assert "step='ahead'" in refused.value.do
         if do is not write:
             assert torch.equal(weights(one.model), before)
         return do
 
-    assert trained("zero2", PASSING, end=end) is do
+    assert trained("zero2", STREAM, end=end) is do
 
 
 @pytest.mark.parametrize("do", [clip, look])
@@ -436,7 +510,7 @@ def test_who_was_refused_may_go_on(do):
         one.optimizer.step()
         one.optimizer.zero_grad()
 
-    assert torch.equal(trained("zero2", PASSING, step=step), trained("zero2", PASSING))
+    assert torch.equal(trained("zero2", STREAM, step=step), trained("zero2", STREAM))
 
 
 def test_norms_of_gradients_that_have_passed():
@@ -445,7 +519,7 @@ def test_norms_of_gradients_that_have_passed():
         cross_entropy(one.model(x), y).backward()
         return nn.utils.get_total_norm([p.grad for p in one.model.parameters()])
 
-    close(trained("zero2", PASSING, end=end), trained("zero2", {}, end=end), tol=1e-5)
+    close(trained("zero2", STREAM, end=end), trained("zero2", {}, end=end), tol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:paceline")
@@ -462,7 +536,7 @@ def test_a_step_that_is_given_up_when_others_were_stepped_is_the_end():
         assert torch.equal(weights(one.model), before)
         return True
 
-    assert trained("zero2", PASSING, end=end)
+    assert trained("zero2", STREAM, end=end)
 
 
 @pytest.mark.filterwarnings("ignore:paceline")
@@ -471,13 +545,13 @@ def test_a_step_of_which_nothing_is_finite_is_skipped():
         plain(one, x, y, (lambda loss: loss * torch.nan) if one.number == 3 else None)
 
     how = {"step": step, "make": deep}
-    assert torch.equal(trained("zero2", PASSING, **how), trained("zero2", {"store": "cpu"}, **how))
+    assert torch.equal(trained("zero2", STREAM, **how), trained("zero2", {"store": "cpu"}, **how))
 
 
 def test_a_gradient_that_is_not_finite_is_not_stepped_though_the_guard_is_off():
     def work(comm):
         model = mlp()
-        one = Rig(comm, model, fused(model), spec="zero2", knobs=PASSING, guard="off")
+        one = Rig(comm, model, fused(model), spec="zero2", knobs=STREAM, guard="off")
         plain(one, *one.take(*data(1)[0]))
         with pytest.raises(StoreError, match="is not finite"):
             plain(one, *one.take(*data(1)[0]), lambda loss: loss * torch.nan)
@@ -487,15 +561,12 @@ def test_a_gradient_that_is_not_finite_is_not_stepped_though_the_guard_is_off():
 
 
 def test_who_does_not_go_together_with_passing_gradients(tmp_path):
-    for other in ({"late": True}, {"guess": False}):
-        with pytest.raises(MethodError, match="undo=False with"):
-            method("zero2", **PASSING, **other)
-    with pytest.raises(MethodError, match="undo=False does not go together with this optimizer"):
-        threads.run(1, lambda comm: Rig(comm, m := mlp(), sgd(m), spec="zero2", knobs=PASSING))
+    with pytest.raises(MethodError, match="step=stream does not go together with this optimizer"):
+        threads.run(1, lambda comm: Rig(comm, m := mlp(), sgd(m), spec="zero2", knobs=STREAM))
 
     def scaled(comm):
         model, scaler = mlp(), torch.amp.GradScaler("cpu", init_scale=2.0)
-        one = Rig(comm, model, fused(model), spec="zero2", knobs=PASSING, scaler=scaler)
+        one = Rig(comm, model, fused(model), spec="zero2", knobs=STREAM, scaler=scaler)
         scaler.scale(cross_entropy(model(one.take(*data(1)[0])[0]), data(1)[0][1])).backward()
 
     with pytest.raises(MethodError, match="GradScaler"):
@@ -509,25 +580,27 @@ def small(monkeypatch, device, host, disk):
     """As if this were a device with so many bytes free in each place, for every number of the model."""
     n = sum(p.numel() for p in deep().parameters())
     sizes = [int(x * n) for x in (device, host, disk)]
-    monkeypatch.setattr(placing, "measured", lambda device, folder: Room(sizes[0], sizes[1], sizes[2] if folder else 0))
-    monkeypatch.setattr(placing, "_BUCKET", 4)
-    monkeypatch.setattr(placing, "speed", lambda folder: Speed(read=3.4e9, write=2.5e9))
+    monkeypatch.setattr(
+        placement, "measured", lambda device, folder: FreeMemory(sizes[0], sizes[1], sizes[2] if folder else 0)
+    )
+    monkeypatch.setattr(placement, "BUCKET", 4)
+    monkeypatch.setattr(placement, "speed", lambda folder: Speed(read=3.4e9, write=2.5e9))
 
 
 def kinds(one):
     layout = one.engine.method.layout
-    of = layout.offload.of if layout.offload else {}
+    of = layout.offload.buckets if layout.offload else {}
     where = [type(of[b.index].vectors).__name__ if b.index in of else "device" for b in one.engine.buckets]
     return where, torch.cat([v.flatten() for v in one.model.state_dict().values()]).float()
 
 
-@pytest.mark.parametrize(("stage", "world"), [("zero2", 1), ("zero3", 3)])
-def test_without_a_device_of_its_own_all_stays(stage, world):
-    how = {"world": world, "dtype": torch.bfloat16}
+@pytest.mark.parametrize(("stage", "world_size"), [("zero2", 1), ("zero3", 3)])
+def test_without_a_device_of_its_own_all_stays(stage, world_size):
+    how = {"world_size": world_size, "dtype": torch.bfloat16}
     assert torch.equal(trained(stage, {"store": "auto"}, **how), trained(stage, {}, **how))
 
 
-@pytest.mark.parametrize("undo", [True, False])
+@pytest.mark.parametrize("when", ["ahead", "stream"])
 @pytest.mark.parametrize(
     ("room", "places"),
     [
@@ -536,9 +609,9 @@ def test_without_a_device_of_its_own_all_stays(stage, world):
         ((8, 8, 99), {"device", "InMemory", "OnDisk"}),
     ],
 )
-def test_what_fits_stays_and_the_rest_goes_on(room, places, undo, monkeypatch, tmp_path, capsys):
+def test_what_fits_stays_and_the_rest_goes_on(room, places, when, monkeypatch, tmp_path, capsys):
     small(monkeypatch, *room)
-    knobs = {"store": "auto", "path": str(tmp_path), "undo": undo}
+    knobs = {"store": "auto", "path": str(tmp_path), "step": when}
     how = {"make": deep, "dtype": torch.bfloat16, "batches": data(3)}
     where, got = trained("zero2", knobs, end=kinds, **how)
     assert set(where) == places
@@ -552,8 +625,8 @@ def test_the_file_has_room_for_what_goes_there_and_not_for_what_is_too_large_for
     make = built(
         lambda: nn.Sequential(nn.Linear(6, 256), nn.Linear(256, 256), nn.Linear(256, 8192), nn.Linear(8192, 3))
     )
-    chosen = Chosen(device=0, host=0, disk=100_000, largest=100_000)
-    monkeypatch.setattr(placing, "choose", lambda *_: (chosen, None))
+    chosen = Placement(device=0, host=0, disk=100_000, largest=100_000)
+    monkeypatch.setattr(placement, "choose", lambda *_: (chosen, None))
 
     def end(one):
         return kinds(one)[0], one.engine.method.layout.offload.pool.disk.size
@@ -575,22 +648,22 @@ def test_what_a_step_needs_on_the_device_has_its_room(monkeypatch):
         n = sum(b.own.stop - b.own.start for b in offload.staying)
         one.optimizer.zero_grad()
         one.model(x).square().mean().backward()
-        before = offload.lanes.promised() / n
+        before = offload.streams.promised() / n
         one.optimizer.step()
-        after = offload.lanes.promised() / n
+        after = offload.streams.promised() / n
         one.optimizer.zero_grad()
-        promised.append((before, after, offload.lanes.promised() / n))
+        promised.append((before, after, offload.streams.promised() / n))
 
     trained("zero2", {"store": "cpu", "device_gb": 12e-9 * half}, make=deep, step=step, batches=data(2))
     assert promised == [(8, 0, 4), (0, 0, 4)]
-    lanes = Lanes(torch.device("cpu"))
-    lanes.cuda = True
+    streams = CopyStreams(torch.device("cpu"))
+    streams.cuda = True
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 1600))
     for what in ("memory_reserved", "memory_allocated"):
         monkeypatch.setattr(torch.cuda, what, lambda device: 0)
-    assert lanes.room()
-    lanes.promised = lambda: 950
-    assert not lanes.room()
+    assert streams.has_room()
+    streams.promised = lambda: 950
+    assert not streams.has_room()
 
 
 def test_what_was_said_wins(monkeypatch, tmp_path):
@@ -612,7 +685,7 @@ def test_what_fits_nowhere_is_named_before_the_first_step(monkeypatch, tmp_path)
     with pytest.raises(StoreError, match=r"does not fit[\s\S]*free: [\s\S]*paceline plan --memory"):
         trained("zero2", {"store": "auto", "path": str(tmp_path)}, make=deep, dtype=torch.bfloat16, batches=[])
     small(monkeypatch, 9, 8, 1)
-    with pytest.raises(StoreError, match=r"does not fit[\s\S]*undo=False, which does not keep"):
+    with pytest.raises(StoreError, match=r"does not fit[\s\S]*step='stream', which does not keep"):
         trained("zero2", {"store": "auto", "path": str(tmp_path)}, make=deep, dtype=torch.bfloat16, batches=[])
     small(monkeypatch, 5, 5, 0)
     with pytest.raises(StoreError, match=r"give path, a folder"):
@@ -625,8 +698,8 @@ def test_what_fits_nowhere_is_named_before_the_first_step(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world", [1, 3])
-def test_a_late_step_is_used_one_step_later(stage, world):
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_late_step_is_used_one_step_later(stage, world_size):
     """Gradients are those of weights that are one step behind. At the end all steps are made."""
     front, back = mlp(), mlp()
     optimizer, behind = fused(back), [p.detach().clone() for p in back.parameters()]
@@ -646,13 +719,13 @@ def test_a_late_step_is_used_one_step_later(stage, world):
         one.engine.settle()
         return late, torch.cat([p.flatten() for p in one.model.state_dict().values()])
 
-    late, got = trained(stage, {"store": "cpu", "late": True}, world=world, end=end)
+    late, got = trained(stage, {"store": "cpu", "step": "late"}, world_size=world_size, end=end)
     close(got, want, tol=1e-5)
     close(late, torch.cat([p.detach().flatten() for p in front.parameters()]), tol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:paceline")
-def test_a_late_step_that_is_given_up_was_never_begun(guesses):
+def test_a_late_step_that_is_given_up_was_never_begun(counts):
     batches = data(6)
     batches[3][0][0] = torch.inf
     without = [*batches[:3], *batches[4:]]
@@ -661,10 +734,10 @@ def test_a_late_step_that_is_given_up_was_never_begun(guesses):
         one.engine.settle()
         return torch.cat([p.flatten() for p in one.model.state_dict().values()])
 
-    how = {"world": 2, "end": end}
-    got = trained("zero2", {"store": "cpu", "late": True}, batches=batches, **how)
-    assert guesses["guessed"] == guesses["undone"] == 0
-    assert torch.equal(got, trained("zero2", {"store": "cpu", "late": True}, batches=without, **how))
+    how = {"world_size": 2, "end": end}
+    got = trained("zero2", {"store": "cpu", "step": "late"}, batches=batches, **how)
+    assert counts["ahead"] == counts["undone"] == 0
+    assert torch.equal(got, trained("zero2", {"store": "cpu", "step": "late"}, batches=without, **how))
 
 
 def test_a_late_step_is_saved_with_the_rest():
@@ -672,10 +745,10 @@ def test_a_late_step_is_saved_with_the_rest():
         saved = one.optimizer.state_dict()["state"]
         return saved[0]["step"], torch.cat([p.detach().flatten() for p in one.model.parameters()])
 
-    step, got = trained("zero2", {"store": "cpu", "late": True}, end=end)
+    step, got = trained("zero2", {"store": "cpu", "step": "late"}, end=end)
     assert step == 6
     settled = trained(
-        "zero2", {"store": "cpu", "late": True}, end=lambda one: (one.engine.settle(), weights(one.model))[1]
+        "zero2", {"store": "cpu", "step": "late"}, end=lambda one: (one.engine.settle(), weights(one.model))[1]
     )
     assert torch.equal(got, settled)
 
@@ -691,6 +764,6 @@ def test_what_is_written_into_a_parameter_outlives_a_step_that_was_late(stage):
         one.engine.settle()
         return late, weights(one.model)
 
-    late, settled = trained(stage, {"store": "cpu", "late": True}, end=end)
+    late, settled = trained(stage, {"store": "cpu", "step": "late"}, end=end)
     assert not late.any()
     assert 0 < settled.abs().max() < 0.1

@@ -11,15 +11,16 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import threads
+from paceline.core.facts import Fact
 from paceline.errors import MethodError
 from paceline.method import Method, method
 from paceline.reducers.error_feedback import ErrorFeedback
 from paceline.reducers.exact import Exact
 from paceline.reducers.sign import Sign
 from paceline.reducers.topk import TopK
+from paceline.session.objects import Objects
 from paceline.syncs.onebit_adam import OneBitAdam
 from paceline.syncs.qadam import QAdam
-from paceline.things import Things
 from rig import Complex, Rig, adamw, built, close, data, loop, same, weights
 
 LR, EPS = 1e-2, 1e-8
@@ -47,7 +48,7 @@ def named(name, **knobs):
     return lambda: method(name, **knobs)
 
 
-def train_by(make, world, batches, optimizer, **rig):
+def train_by(make, world_size, batches, optimizer, **rig):
     """As rig.train, with a method of its own for each worker: thread-workers must not share state."""
 
     def work(comm):
@@ -55,7 +56,7 @@ def train_by(make, world, batches, optimizer, **rig):
         opt = optimizer(model)
         return loop(batches, model, opt, Rig(comm, model, opt, spec=make(), bucket_mb=1.0, **rig).take)
 
-    return same(threads.run(world, work))
+    return same(threads.run(world_size, work))
 
 
 # ---------------------------------------------------------------------------------------------------- the oracle
@@ -71,19 +72,19 @@ def sign(v):
     return (torch.where(blocks >= 0, 1.0, -1.0) * blocks.abs().mean(1, keepdim=True)).view(-1)
 
 
-def simulate(world, batches, *, C, warmup=4, lr=lambda t: LR, decay=0.0, l2=0.0, flip=1.0):
+def simulate(world_size, batches, *, C, warmup=4, lr=lambda t: LR, decay=0.0, l2=0.0, flip=1.0):
     """All workers in one fp64 loop, by the paper's formulas; parameters in the order a bucket has them."""
     model = mlp().double()
     params = list(reversed(list(model.parameters())))
     n = sum(p.numel() for p in params)
-    m, v, e = torch.zeros(n).double(), torch.zeros(n).double(), torch.zeros(world, n).double()
+    m, v, e = torch.zeros(n).double(), torch.zeros(n).double(), torch.zeros(world_size, n).double()
 
     def gradient(x, y):
         found = torch.autograd.grad(cross_entropy(model(x.double()), y), params)
         return torch.cat([g.flatten() for g in found]) * flip
 
     for t, (x, y) in enumerate(batches, 1):
-        g = torch.stack([gradient(*half) for half in zip(x.chunk(world), y.chunk(world), strict=True)])
+        g = torch.stack([gradient(*half) for half in zip(x.chunk(world_size), y.chunk(world_size), strict=True)])
         w = torch.cat([p.detach().flatten() for p in params])
         if t <= warmup:
             mean = g.mean(0) + l2 * w
@@ -99,12 +100,12 @@ def simulate(world, batches, *, C, warmup=4, lr=lambda t: LR, decay=0.0, l2=0.0,
     return weights(model).float()
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(("make", "C"), [(exactly, whole), (one_bit, sign)])
-def test_it_is_the_paper_s_formulas(world, make, C):
+def test_it_is_the_paper_s_formulas(world_size, make, C):
     batches = data(12)
-    got = train_by(make, world, batches, adam())
-    close(got, simulate(world, batches, C=C), tol=1e-5)
+    got = train_by(make, world_size, batches, adam())
+    close(got, simulate(world_size, batches, C=C), tol=1e-5)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -148,13 +149,13 @@ def test_a_scheduler_sets_the_rate():
 # ---------------------------------------------------------------------------------------------------- the two phases
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", ["onebit_adam", "qadam"])
-def test_the_warm_up_is_plain_adam(world, name):
+def test_the_warm_up_is_plain_adam(world_size, name):
     batches = data(6)
-    plain = train_by(named("exact"), world, batches, adamw)
-    assert torch.equal(train_by(named(name, warmup=6), world, batches, adamw), plain)
-    assert not torch.equal(train_by(named(name, warmup=5), world, batches, adamw), plain)
+    plain = train_by(named("exact"), world_size, batches, adamw)
+    assert torch.equal(train_by(named(name, warmup=6), world_size, batches, adamw), plain)
+    assert not torch.equal(train_by(named(name, warmup=5), world_size, batches, adamw), plain)
 
 
 def state_of(opt):
@@ -168,11 +169,11 @@ def equal(a, b):
     )
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     "make", [one_bit, exactly, lambda: Method(sync=OneBitAdam(warmup=4), reducer=ErrorFeedback(of=TopK(ratio=0.2)))]
 )
-def test_the_variance_is_frozen_and_the_step_goes_on(world, make):
+def test_the_variance_is_frozen_and_the_step_goes_on(world_size, make):
     batches = data(10)
 
     def work(comm):
@@ -184,7 +185,7 @@ def test_the_variance_is_frozen_and_the_step_goes_on(world, make):
         loop(batches[4:], model, opt, r.take)
         return early, state_of(opt), weights(model)
 
-    results = threads.run(world, work)
+    results = threads.run(world_size, work)
     same([r[2] for r in results])
     for early, late, _ in results:
         assert all(torch.equal(a["exp_avg_sq"], b["exp_avg_sq"]) for a, b in zip(early, late, strict=True))
@@ -497,10 +498,10 @@ def test_other_optimizers_are_refused(name, optimizer):
 
 def test_which_optimizers_are_adam():
     model = mlp()
-    things = Things.sort([model])
+    things = Objects.sort([model])
     for options, known in (({}, True), ({"fused": True}, True), ({"amsgrad": True}, False)):
         for cls in (torch.optim.Adam, torch.optim.AdamW):
-            assert ("optimizer:adam" in things.facts(cls(model.parameters(), **options))) is known
+            assert (Fact.ADAM in things.facts(cls(model.parameters(), **options))) is known
 
 
 def test_no_warm_up_is_refused():

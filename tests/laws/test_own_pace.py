@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
+from marks import slow
 from processes import run, values
 from rig import data, mlp, weights
 
@@ -28,7 +29,7 @@ def three_epochs(rank, method, knobs, drawn):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     loader = DataLoader(samples, batch_size=6, shuffle=not drawn, sampler=sampler)
-    model, optimizer, loader = paceline.prepare(model, optimizer, loader, method=method, deadline=20, **knobs)
+    model, optimizer, loader = paceline.prepare(model, optimizer, loader, method=method, timeout=20, **knobs)
     steps = 0
     for _ in range(3):
         for x, y in loader:
@@ -38,11 +39,11 @@ def three_epochs(rank, method, knobs, drawn):
             steps += 1
             if rank == 1:
                 time.sleep(0.02)
-    with paceline.agreed():
+    with paceline.consensus():
         return steps, weights(model)
 
 
-@pytest.mark.parametrize("drawn", [False, True], ids=["shuffled", "drawn by worker 0"])
+@pytest.mark.parametrize("drawn", [slow(False), True], ids=["shuffled", "drawn by worker 0"])
 @pytest.mark.parametrize(("method", "knobs"), METHODS, ids=[name for name, _ in METHODS])
 def test_epochs_end_when_a_worker_says_so(method, knobs, drawn):
     results = values(run(2, three_epochs, method, knobs, drawn))

@@ -11,15 +11,17 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import threads
+from marks import slow
 from paceline import registry
-from paceline.consensus import agreed
+from paceline.core.consensus import consensus_weights
+from paceline.core.state import State
 from paceline.errors import MethodError, UsageError
 from paceline.method import Method, method
-from paceline.serving.desk import Beginning, Code, Desk, Message
-from paceline.serving.server import Gone, Piece, Reading, Server, Spec, Terms
-from paceline.state import State
+from paceline.server.messages import MessageCode, ServerMessage
+from paceline.server.requests import BeginNote, RequestHandler
+from paceline.server.server import ParameterShard, PullResult, PushTerms, Server, ServerSpec, WorkerGone
 from paceline.syncs.parameter_server import ParameterServer
-from paceline.telemetry import Note
+from paceline.telemetry.events import Note
 from processes import run, values
 from rig import Complex, Rig, alone, built, close, data, loop, mlp, same, train, weights
 
@@ -44,9 +46,9 @@ def spec_of(**knobs):
 # ---------------------------------------------------------------------------------------------------- the server alone
 
 
-def server(world, consistency, n=6, delay=0, scale="none", group=GROUP, optimizer="SGD"):
-    pieces = [Piece("a", 0, 0, n // 2), Piece("b", 0, n // 2, n)]
-    spec = Spec(world, consistency, delay, scale, optimizer, [dict(group)], pieces)
+def server(world_size, consistency, n=6, delay=0, scale="none", group=GROUP, optimizer="SGD"):
+    shards = [ParameterShard("a", 0, 0, n // 2), ParameterShard("b", 0, n // 2, n)]
+    spec = ServerSpec(world_size, consistency, delay, scale, optimizer, [dict(group)], shards)
     return Server(spec, torch.linspace(-1, 1, n))
 
 
@@ -63,37 +65,37 @@ class Momentum:
         self.w = self.w - self.lr * share * self.v
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("scale", ["none", "age"])
 @pytest.mark.parametrize(("consistency", "delay"), [("sequential", 0), ("bounded", 0), ("bounded", 2), ("eventual", 0)])
-def test_any_order_of_events_goes_as_the_paper_says(world, consistency, delay, scale):
+def test_any_order_of_events_goes_as_the_paper_says(world_size, consistency, delay, scale):
     """A logical clock: in every turn some worker that may go on does. Its reading has every update older than c − τ."""
-    dice, g = random.Random(world), torch.Generator().manual_seed(world)
-    s = server(world, consistency, delay=delay, scale=scale)
+    dice, g = random.Random(world_size), torch.Generator().manual_seed(world_size)
+    s = server(world_size, consistency, delay=delay, scale=scale)
     oracle = Momentum(s.weights.clone())
-    clock, waiting, read, version, rounds = [0] * world, set(), [0] * world, 0, {}
+    clock, waiting, read, version, rounds = [0] * world_size, set(), [0] * world_size, 0, {}
     slack = {"sequential": 0, "bounded": delay, "eventual": 10**9}[consistency]
-    for _ in range(60 * world):
-        worker = dice.choice([*range(world), 0, 0])  # worker 0 is the fast one
+    for _ in range(60 * world_size):
+        worker = dice.choice([*range(world_size), 0, 0])  # worker 0 is the fast one
         if worker not in waiting:
             grad = torch.randn(6, generator=g)
-            s.push(worker, grad, Terms([dict(GROUP)]))
+            s.push(worker, grad, PushTerms([dict(GROUP)]))
             clock[worker] += 1
             waiting.add(worker)
             if consistency == "sequential":
                 rounds.setdefault(clock[worker], {})[worker] = grad.double()
-                if len(rounds[clock[worker]]) == world:
-                    oracle.step(sum(rounds.pop(clock[worker]).values()) / world)
+                if len(rounds[clock[worker]]) == world_size:
+                    oracle.step(sum(rounds.pop(clock[worker]).values()) / world_size)
                     version += 1
             else:
-                age = (version - read[worker]) // world if scale == "age" else 0
-                oracle.step(grad, 1 / world / (1 + age))
+                age = (version - read[worker]) // world_size if scale == "age" else 0
+                oracle.step(grad, 1 / world_size / (1 + age))
                 version += 1
         answer = s.pull(worker)
         if min(clock) < clock[worker] - slack:
             assert answer is None
             continue
-        assert isinstance(answer, Reading)
+        assert isinstance(answer, PullResult)
         assert answer.version == version
         close(answer.weights.double(), oracle.w, 1e-5)
         waiting.discard(worker)
@@ -101,13 +103,13 @@ def test_any_order_of_events_goes_as_the_paper_says(world, consistency, delay, s
     assert version > 12
     if consistency == "bounded":
         assert max(clock) - min(clock) <= delay + 1
-    if consistency == "eventual" and world > 1:
+    if consistency == "eventual" and world_size > 1:
         assert max(clock) - min(clock) > 3, "nobody went ahead: the test shows nothing"
 
 
 def test_a_push_without_a_gradient_moves_the_clock_alone():
     for consistency in ("sequential", "eventual"):
-        s, terms = server(2, consistency), Terms([dict(GROUP)])
+        s, terms = server(2, consistency), PushTerms([dict(GROUP)])
         before = s.weights.clone()
         s.push(0, None, terms)
         s.push(1, None, terms)
@@ -115,8 +117,8 @@ def test_a_push_without_a_gradient_moves_the_clock_alone():
         assert s.clocks == [1, 1]
     s = server(2, "sequential")
     oracle = Momentum(s.weights.clone())
-    s.push(1, torch.ones(6), Terms([dict(GROUP)]))
-    s.push(0, None, Terms([dict(GROUP)]))
+    s.push(1, torch.ones(6), PushTerms([dict(GROUP)]))
+    s.push(0, None, PushTerms([dict(GROUP)]))
     oracle.step(torch.full((6,), 0.5))
     close(s.pull(0).weights.double(), oracle.w)
 
@@ -124,20 +126,20 @@ def test_a_push_without_a_gradient_moves_the_clock_alone():
 def test_what_nobody_used_stays_and_what_one_used_does_not():
     s = server(2, "sequential")
     before = s.weights.clone()
-    s.push(0, torch.zeros(6), Terms([dict(GROUP)], absent=[0, 1]))
-    s.push(1, torch.zeros(6), Terms([dict(GROUP)], absent=[0]))
+    s.push(0, torch.zeros(6), PushTerms([dict(GROUP)], absent=[0, 1]))
+    s.push(1, torch.zeros(6), PushTerms([dict(GROUP)], absent=[0]))
     after = s.pull(0).weights
     assert torch.equal(after[:3], before[:3])
     close(after[3:], before[3:] * (1 - 0.1 * 0.01))  # weight decay alone
 
 
 def test_a_worker_that_is_gone_is_named_and_one_that_had_settled_is_not():
-    terms = Terms([dict(GROUP)])
+    terms = PushTerms([dict(GROUP)])
     s = server(3, "eventual")
     s.push(2, torch.ones(6), terms)
     s.leave(2)
     answer = s.pull(0)
-    assert isinstance(answer, Gone)
+    assert isinstance(answer, WorkerGone)
     assert answer.worker == 2
     s = server(3, "sequential")
     for r in range(3):
@@ -145,43 +147,43 @@ def test_a_worker_that_is_gone_is_named_and_one_that_had_settled_is_not():
         s.pull(r, settles=True) if r == 2 else None
     s.pull(2, settles=True)
     s.leave(2)
-    assert isinstance(s.pull(0, settles=True), Reading), "it had settled: the others may still read"
+    assert isinstance(s.pull(0, settles=True), PullResult), "it had settled: the others may still read"
     s.push(0, torch.ones(6), terms)
     answer = s.pull(0)
-    assert isinstance(answer, Gone)
+    assert isinstance(answer, WorkerGone)
     assert "left after 1 steps" in answer.what
 
 
 def test_what_fails_at_a_server_is_told_to_everybody():
-    desk = Desk()
+    handler = RequestHandler()
     x = torch.zeros(6)
-    assert desk.ask(0, Message(Code.BEGIN, note=b"no JSON", x=x)) is None
-    assert desk.ask(1, Message(Code.PULL)).code == Code.FAILED
+    assert handler.ask(0, ServerMessage(MessageCode.BEGIN, note=b"no JSON", x=x)) is None
+    assert handler.ask(1, ServerMessage(MessageCode.PULL)).code == MessageCode.FAILED
     import msgspec
 
-    desk, spec = Desk(), server(1, "sequential").spec
-    desk.ask(0, Message(Code.BEGIN, note=msgspec.json.encode(Beginning(spec)), x=x))
-    desk.ask(0, Message(Code.PUSH, note=b'{"groups": []}', x=x[:5]))
-    answer = desk.ask(0, Message(Code.PULL))
-    assert answer.code == Code.FAILED
+    handler, spec = RequestHandler(), server(1, "sequential").spec
+    handler.ask(0, ServerMessage(MessageCode.BEGIN, note=msgspec.json.encode(BeginNote(spec)), x=x))
+    handler.ask(0, ServerMessage(MessageCode.PUSH, note=b'{"groups": []}', x=x[:5]))
+    answer = handler.ask(0, ServerMessage(MessageCode.PULL))
+    assert answer.code == MessageCode.FAILED
     assert answer.note
 
 
 # ---------------------------------------------------------------------------------------------------- thread-workers
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
-def test_sequential_is_one_process_with_the_whole_batch(world, servers, optimizer):
+def test_sequential_is_one_process_with_the_whole_batch(world_size, servers, optimizer):
     batches = data(10)
-    results = train(world, batches, optimizer, spec=spec_of(servers=servers))
+    results = train(world_size, batches, optimizer, spec=spec_of(servers=servers))
     close(same(results), alone(batches, optimizer), 5e-6)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("before", [True, False])
-def test_learning_rates_travel_with_the_push_and_step_hooks_run(world, before):
+def test_learning_rates_travel_with_the_push_and_step_hooks_run(world_size, before):
     batches = data(9)
 
     def go(model, opt, take=lambda *x: x, prepare=lambda: None):
@@ -210,7 +212,7 @@ def test_learning_rates_travel_with_the_push_and_step_hooks_run(world, before):
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        results = threads.run(world, work)
+        results = threads.run(world_size, work)
     model = mlp()
     want, hooks = go(model, sgd(model))
     close(same([w for w, _ in results]), want)
@@ -219,15 +221,15 @@ def test_learning_rates_travel_with_the_push_and_step_hooks_run(world, before):
         assert seen[1::2] == pytest.approx(hooks[1::2], abs=1e-5), "after the step the new weights are there"
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("knobs", [{"consistency": "bounded", "delay": 1}, {"consistency": "eventual", "scale": "age"}])
-def test_each_push_is_an_update_replayed_in_float64(world, knobs, monkeypatch):
+def test_each_push_is_an_update_replayed_in_float64(world_size, knobs, monkeypatch):
     """Threads come in any order: what came is written down, and the paper's formula gives the same weights."""
     pushed = []
     real = Server.push
 
     def push(self, worker, grad, terms):
-        pushed.append((grad.clone(), (self.version - self.read[worker]) // world if knobs.get("scale") else 0))
+        pushed.append((grad.clone(), (self.version - self.read[worker]) // world_size if knobs.get("scale") else 0))
         real(self, worker, grad, terms)
 
     monkeypatch.setattr(Server, "push", push)
@@ -237,20 +239,20 @@ def test_each_push_is_an_update_replayed_in_float64(world, knobs, monkeypatch):
         opt = sgd(model)
         rig = Rig(comm, model, opt, spec=spec_of(**knobs))
         loop(data(8), model, opt, rig.take)
-        with agreed(rig.engine):
+        with consensus_weights(rig.engine):
             inside = weights(model)
         ranges = rig.engine.method.sync._client.ranges
         return inside, ranges.weights(State())[: ranges.n]
 
-    results = threads.run(world, work)
+    results = threads.run(world_size, work)
     same([inside for inside, _ in results])
-    assert len(pushed) == 8 * world
+    assert len(pushed) == 8 * world_size
     rig = threads.run(1, lambda comm: Rig(comm, m := mlp(), sgd(m), spec=spec_of(), accumulate=2))[0]
-    from paceline.serving.ranges import Ranges
+    from paceline.server.ranges import KeyRanges
 
-    oracle = Momentum(Ranges(rig.engine.ex, 1).weights(State()))
+    oracle = Momentum(KeyRanges(rig.engine.ex, 1).weights(State()))
     for grad, age in pushed:
-        oracle.step(grad, 1 / world / (1 + age))
+        oracle.step(grad, 1 / world_size / (1 + age))
     close(results[0][1].double(), oracle.w, 1e-5)
 
 
@@ -351,7 +353,7 @@ def test_a_gradient_that_is_not_finite_is_left_out_and_everybody_goes_on():
         opt = sgd(model)
         rig = Rig(comm, model, opt, spec=spec_of(**knobs), **settings)
         loop(batches, model, opt, rig.take)
-        with agreed(rig.engine):
+        with consensus_weights(rig.engine):
             return weights(model), rig.engine.ex.step
 
     for knobs in ({}, {"consistency": "eventual"}):
@@ -420,10 +422,10 @@ def test_narrow_weights_are_kept_in_fp32_by_the_servers_and_in_checkpoints():
     assert results[0][1]["weight", "weights"].allclose(torch.tensor(0.98), atol=1e-6)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_micro_batches_are_one_push(world):
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_micro_batches_are_one_push(world_size):
     batches = data(8)
-    got = same(train(world, batches, sgd, spec=spec_of(), accumulate=2))
+    got = same(train(world_size, batches, sgd, spec=spec_of(), accumulate=2))
     whole = [
         (torch.cat([a[0], b[0]]), torch.cat([a[1], b[1]])) for a, b in zip(batches[::2], batches[1::2], strict=True)
     ]
@@ -477,7 +479,7 @@ def test_parameters_that_come_later_are_refused():
 
 
 def test_it_is_registered_as_keeping_its_own_pace():
-    assert registry.find("parameter_server").own_pace
+    assert registry.find("parameter_server").is_async
 
 
 # ---------------------------------------------------------------------------------------------------- real processes
@@ -487,23 +489,23 @@ def job(rank, optimizer, knobs):
     import psutil
 
     import paceline
-    from paceline import api
+    from paceline.session.session import current
 
     model = mlp()
-    model, opt = paceline.prepare(model, optimizer(model), method="parameter_server", deadline=30.0, **knobs)
+    model, opt = paceline.prepare(model, optimizer(model), method="parameter_server", timeout=30.0, **knobs)
     schedule = torch.optim.lr_scheduler.StepLR(opt, 4, gamma=0.5)
-    world = paceline.world()
+    world_size = paceline.world_size()
     for x, y in data(8):
-        size = len(x) // world
+        size = len(x) // world_size
         x, y = x[rank * size :][:size], y[rank * size :][:size]
         cross_entropy(model(x), y).backward()
         opt.step()
         opt.zero_grad()
         schedule.step()
     own = weights(model)
-    with paceline.agreed():
+    with paceline.consensus():
         inside = weights(model)
-    [engine] = api._session.pack
+    [engine] = current().engines
     saved = engine.method.sync.state.save(engine.buckets)
     servers = [p.pid for p in psutil.Process().children(recursive=True)]
     return own, inside, servers, saved.get("version", -1), engine.optimizer.state_dict()["state"] == {}
@@ -518,15 +520,15 @@ def gone(pids, within_s=5.0):
 
 
 @pytest.mark.parametrize(
-    ("world", "optimizer", "knobs"),
+    ("world_size", "optimizer", "knobs"),
     [
         (2, sgd, {}),
-        (3, adamw, {"servers": 2}),
-        (4, sgd, {"consistency": "bounded", "delay": 1}),
+        slow(3, adamw, {"servers": 2}),
+        slow(4, sgd, {"consistency": "bounded", "delay": 1}),
     ],
 )
-def test_processes_go_as_one_and_leave_nothing_behind(world, optimizer, knobs):
-    results = values(run(world, job, optimizer, knobs))
+def test_processes_go_as_one_and_leave_nothing_behind(world_size, optimizer, knobs):
+    results = values(run(world_size, job, optimizer, knobs))
     servers = [pid for _, _, pids, _, _ in results for pid in pids]
     assert len(servers) == knobs.get("servers", 1)
     assert gone(servers), "a server outlives its worker"
@@ -542,7 +544,7 @@ def test_processes_go_as_one_and_leave_nothing_behind(world, optimizer, knobs):
     if "consistency" in knobs:
         assert inside.isfinite().all()
         assert not torch.equal(inside, weights(mlp()))
-        assert results[0][3] == 8 * world  # every push was an update
+        assert results[0][3] == 8 * world_size  # every push was an update
     else:
         close(same([own for own, *_ in results]), weights(model), 5e-6)
         assert torch.equal(inside, results[0][0])

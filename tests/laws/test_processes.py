@@ -5,22 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+import processes
 from laws_table import BUCKETS, fresh, reducers, vector
-from paceline.pipeline import Pipeline
+from paceline.core.pipeline import Pipeline
 from processes import run, values
 
 GLOO = {"PACELINE_COLLECTIVES": "flat"}  # one host would use its shared memory
 
 
 def _lane(name="laws"):
-    from paceline import api
-    from paceline.environment import Environment
-    from paceline.membership.rendezvous import join
-    from paceline.telemetry import Recorder
-
-    world = join(Environment.read(), backend=None, deadline_s=20.0)
-    api._session = api.Session(world, None, None, Recorder(None, world.rank))
-    return world.lane(name)
+    return processes.join().group.lane(name)
 
 
 def every_reducer(rank):
@@ -28,7 +22,7 @@ def every_reducer(rank):
     results = []
     for name, knobs in reducers():
         for bucket in BUCKETS:
-            b, reducer = bucket(comm.world), fresh(name, knobs)
+            b, reducer = bucket(comm.world_size), fresh(name, knobs)
             x = vector(b, rank)
             before, out = comm.sent, {}
 
@@ -41,14 +35,14 @@ def every_reducer(rank):
             pipeline.start(reduce())
             pipeline.drain()
             left = out["left"] if out["left"] is not None else torch.zeros_like(x)
-            formula = reducer.sends(b, comm.world)
+            formula = reducer.sends(b, comm.world_size)
             results.append((name, x, out["mean"], left, comm.sent - before, formula, reducer.tolerance))
     return results
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_conservation_agreement_and_bytes_over_gloo(world):
-    for case in zip(*values(run(world, every_reducer, env=GLOO)), strict=True):
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_conservation_agreement_and_bytes_over_gloo(world_size):
+    for case in zip(*values(run(world_size, every_reducer, env=GLOO)), strict=True):
         name, tolerance = case[0][0], case[0][6]
         x, mean, left = (torch.stack([worker[i] for worker in case]).double() for i in (1, 2, 3))
         assert torch.equal(mean, mean[0].expand_as(mean)), f"{name}: workers disagree"
@@ -59,15 +53,15 @@ def test_conservation_agreement_and_bytes_over_gloo(world):
 
 def every_operation(rank):
     comm = _lane()
-    w = comm.world
+    w = comm.world_size
     x = torch.arange(4.0 * w) + 100 * rank
     results = [
         comm.mean(x.clone()).wait(),
         comm.sum(x.clone()).wait(),
-        comm.gather(x.clone()).wait(),
-        comm.gather(torch.tensor(float(rank))).wait(),
-        comm.scatter_mean(x.clone()).wait(),
-        comm.alltoall(x.clone().view(w, 4)).wait(),
+        comm.all_gather(x.clone()).wait(),
+        comm.all_gather(torch.tensor(float(rank))).wait(),
+        comm.reduce_scatter_mean(x.clone()).wait(),
+        comm.all_to_all(x.clone().view(w, 4)).wait(),
         comm.broadcast(x.clone(), 1).wait(),
         comm.shift(x.clone(), 1).wait(),
         comm.shift(x.clone(), -1).wait(),
@@ -77,20 +71,20 @@ def every_operation(rank):
     return results, comm.sent
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_every_operation_as_the_contract_says_and_as_threads_do(world):
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_operation_as_the_contract_says_and_as_threads_do(world_size):
     import threads
 
     def on_threads(comm):
-        w = comm.world
+        w = comm.world_size
         x = torch.arange(4.0 * w) + 100 * comm.rank
         results = [
             comm.mean(x.clone()).wait(),
             comm.sum(x.clone()).wait(),
-            comm.gather(x.clone()).wait(),
-            comm.gather(torch.tensor(float(comm.rank))).wait(),
-            comm.scatter_mean(x.clone()).wait(),
-            comm.alltoall(x.clone().view(w, 4)).wait(),
+            comm.all_gather(x.clone()).wait(),
+            comm.all_gather(torch.tensor(float(comm.rank))).wait(),
+            comm.reduce_scatter_mean(x.clone()).wait(),
+            comm.all_to_all(x.clone().view(w, 4)).wait(),
             comm.broadcast(x.clone(), 1).wait(),
             comm.shift(x.clone(), 1).wait(),
             comm.shift(x.clone(), -1).wait(),
@@ -100,7 +94,7 @@ def test_every_operation_as_the_contract_says_and_as_threads_do(world):
         return results, comm.sent
 
     for (gloo, sent), (thread, counted) in zip(
-        values(run(world, every_operation, env=GLOO)), threads.run(world, on_threads), strict=True
+        values(run(world_size, every_operation, env=GLOO)), threads.run(world_size, on_threads), strict=True
     ):
         for a, b in zip(gloo, thread, strict=True):
             torch.testing.assert_close(a, b)
@@ -110,8 +104,8 @@ def test_every_operation_as_the_contract_says_and_as_threads_do(world):
 def scattered(rank):
     comm, results = _lane(), []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        x = torch.randn(3, 32 * comm.world, generator=torch.Generator().manual_seed(0)).to(dtype)
-        results.append(comm.scatter_mean(x[rank].clone()).wait().float())
+        x = torch.randn(3, 32 * comm.world_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+        results.append(comm.reduce_scatter_mean(x[rank].clone()).wait().float())
     return results
 
 

@@ -8,8 +8,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import threads
-from paceline.consensus import agreed
-from paceline.errors import DeadlineError, MethodError, MismatchError, PeerError
+from laws_table import on_every_world
+from marks import slow
+from paceline.core.consensus import consensus_weights
+from paceline.errors import MethodError, MismatchError, PeerError, PeerTimeoutError
 from paceline.method import Method, method
 from paceline.reducers.error_feedback import ErrorFeedback
 from paceline.reducers.exact import Exact
@@ -22,28 +24,25 @@ from paceline.syncs.sma import SMA
 from processes import run, values
 from rig import Rig, adamw, alone, close, data, loop, mlp, same, sgd, weights
 
-WORLDS = (1, 2, 3, 4)
-
-
 # ---------------------------------------------------------------------------------------------------- the oracle
 
 
-def simulate(world, batches, make, *, alpha=None, mu=0.9, every=1, rates=None, starts=()):
+def simulate(world_size, batches, make, *, alpha=None, mu=0.9, every=1, rates=None, starts=()):
     """All replicas in one fp64 loop, by the paper's box. The centre, and every replica."""
-    models = [mlp().double() for _ in range(world)]
+    models = [mlp().double() for _ in range(world_size)]
     optimizers = [make(model) for model in models]
     z = z_prev = weights(models[0])
-    alpha = alpha or 1.0 / world
+    alpha = alpha or 1.0 / world_size
     for t, (x, y) in enumerate(batches):
         before = [weights(model) for model in models]
         for j, model in enumerate(models):
-            share = slice(j * len(x) // world, (j + 1) * len(x) // world)
+            share = slice(j * len(x) // world_size, (j + 1) * len(x) // world_size)
             if rates:
                 optimizers[j].param_groups[0]["lr"] = rates[t]
             cross_entropy(model(x[share].double()), y[share]).backward()
             optimizers[j].step()
             optimizers[j].zero_grad()
-        if (t + 1) % every == 0 and world > 1:
+        if (t + 1) % every == 0 and world_size > 1:
             c = [alpha * (w - z) for w in before]
             for model, own in zip(models, c, strict=True):
                 nn.utils.vector_to_parameters(weights(model) - own, model.parameters())
@@ -52,7 +51,7 @@ def simulate(world, batches, make, *, alpha=None, mu=0.9, every=1, rates=None, s
             z_prev = z
             for model in models:
                 nn.utils.vector_to_parameters(z.clone(), model.parameters())
-    return (z if world > 1 else weights(models[0])).float(), [weights(model).float() for model in models]
+    return (z if world_size > 1 else weights(models[0])).float(), [weights(model).float() for model in models]
 
 
 def work_by(make_spec, batches, make=sgd, *, rates=None, look_at=(), **rig):
@@ -70,12 +69,12 @@ def work_by(make_spec, batches, make=sgd, *, rates=None, look_at=(), **rig):
             opt.step()
             if t in look_at:  # before zero_grad, which forgets what is not committed
                 before = weights(model)
-                with agreed(one.engine):
+                with consensus_weights(one.engine):
                     pass
                 assert torch.equal(weights(model), before)
             opt.zero_grad()
         own = weights(model)
-        with agreed(one.engine):
+        with consensus_weights(one.engine):
             return weights(model), own
 
     return work
@@ -88,14 +87,14 @@ def compare(results, want, tol=1e-5):
         close(own, replica, tol)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@on_every_world
 @pytest.mark.parametrize(
     ("make", "knobs"), [(sgd, {}), (adamw, {}), (sgd, {"alpha": 0.3, "mu": 0.0}), (adamw, {"every": 3, "mu": 0.5})]
 )
-def test_it_is_the_paper_s_box(world, make, knobs):
+def test_it_is_the_paper_s_box(world_size, make, knobs):
     batches = data(11)
-    results = threads.run(world, work_by(lambda: Method(sync=SMA(**knobs)), batches, make))
-    compare(results, simulate(world, batches, make, **knobs), tol=3e-5)
+    results = threads.run(world_size, work_by(lambda: Method(sync=SMA(**knobs)), batches, make))
+    compare(results, simulate(world_size, batches, make, **knobs), tol=3e-5)
 
 
 def test_replicas_differ_and_the_centre_is_not_their_mean():
@@ -117,37 +116,37 @@ def in_processes(rank, knobs):
         opt.step()
         opt.zero_grad()
         if t == 4:
-            with paceline.agreed():
+            with paceline.consensus():
                 pass
     own = weights(model)
-    with paceline.agreed():
+    with paceline.consensus():
         return weights(model), own
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_between_processes(world):
-    results = values(run(world, in_processes, {"mu": 0.8}))
-    shares = [data(9, size=4, seed=50 + rank) for rank in range(world)]
+@pytest.mark.parametrize("world_size", [slow(2), 3, slow(4)])
+def test_between_processes(world_size):
+    results = values(run(world_size, in_processes, {"mu": 0.8}))
+    shares = [data(9, size=4, seed=50 + rank) for rank in range(world_size)]
     batches = [tuple(torch.cat(parts) for parts in zip(*step, strict=True)) for step in zip(*shares, strict=True)]
-    compare(results, simulate(world, batches, sgd, mu=0.8))
+    compare(results, simulate(world_size, batches, sgd, mu=0.8))
 
 
 # ---------------------------------------------------------------------------------------------------- what carries it
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world_size", [slow(2), 3])
 @pytest.mark.parametrize("make_reducer", [Int8, lambda: QSGD(bits=8), lambda: PowerSGD(rank=16)])
-def test_any_reducer_may_carry_the_corrections(world, make_reducer):
+def test_any_reducer_may_carry_the_corrections(world_size, make_reducer):
     """Near to exact ones end near the exact trajectory, and the centre is the same everywhere."""
     batches = data(30)
     spec = lambda: Method(sync=SMA(mu=0.5), reducer=make_reducer())  # noqa: E731
-    results = threads.run(world, work_by(spec, batches))
-    z, _ = simulate(world, batches, sgd, mu=0.5)
+    results = threads.run(world_size, work_by(spec, batches))
+    z, _ = simulate(world_size, batches, sgd, mu=0.5)
     assert (same([c for c, _ in results]) - z).norm() < 0.03 * (z - weights(mlp())).norm()
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_error_feedback_owes_the_centre_what_it_kept(world):
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_error_feedback_owes_the_centre_what_it_kept(world_size):
     """Replicas give the whole of c: with no momentum, z is the start and all that was given, but for what is kept."""
     batches = data(12)
 
@@ -165,7 +164,7 @@ def test_error_feedback_owes_the_centre_what_it_kept(world):
         kept = one.engine.method.reducer.state[0, "e"]
         return start, given, kept, one.engine.method.sync.state[0, "z"]
 
-    results = threads.run(world, work)
+    results = threads.run(world_size, work)
     start, _, _, z = results[0]
     assert any(kept.abs().max() > 1e-4 for _, _, kept, _ in results), "nothing was kept: the test shows nothing"
     close(z, start + sum(given - kept for _, given, kept, _ in results), tol=1e-5)
@@ -204,7 +203,7 @@ def test_the_bytes_are_the_reducer_s_once_in_tau_steps():
             opt = sgd(model)
             one = Rig(comm, model, opt, spec=Method(sync=SMA(every=every)))
             loop(data(8), model, opt, one.take)
-            return comm.sent, sum(Exact().sends(b, comm.world) for b in one.engine.buckets)
+            return comm.sent, sum(Exact().sends(b, comm.world_size) for b in one.engine.buckets)
 
         return threads.run(3, work)[0]
 
@@ -267,7 +266,7 @@ def test_save_and_load_goes_on_bit_equal(reducer, every, bucket_mb):
                 new.state.load(old.state.save(one.engine.buckets), two.engine.buckets)
             one = two
         loop(batches[5:], one.model, one.optimizer, one.take)
-        with agreed(one.engine):
+        with consensus_weights(one.engine):
             return weights(one.model)
 
     through = same(threads.run(3, lambda comm: work(comm, False)))
@@ -301,7 +300,7 @@ def test_restarts_can_be_asked_for():
         one.engine.method.sync.restarts()
         loop(batches[4:], model, opt, one.take)
         own = weights(model)
-        with agreed(one.engine):
+        with consensus_weights(one.engine):
             return weights(model), own
 
     compare(threads.run(3, work), simulate(3, batches, sgd, starts=(4,)))
@@ -316,8 +315,8 @@ def test_a_restart_of_one_worker_alone_is_an_error():
             one.engine.method.sync.restarts()
         loop(data(3), model, opt, one.take)
 
-    with pytest.raises((DeadlineError, MismatchError, PeerError)):
-        threads.run(2, work, deadline_s=0.2)
+    with pytest.raises((PeerTimeoutError, MismatchError, PeerError)):
+        threads.run(2, work, timeout_s=0.2)
 
 
 def test_a_window_of_micro_batches_alone_is_the_optimizer():
@@ -346,9 +345,9 @@ def test_too_strong_a_pull_is_refused_when_the_world_is_known():
 @pytest.mark.parametrize("alpha", [0.62, 0.66])
 def test_the_bound_on_alpha_is_where_it_is(alpha):
     """Without gradients only the formulas remain: below the bound of 0.644 the distance dies out, above it grows."""
-    world, mu = 4, 0.9
-    assert 2 * (1 + mu) / (1 + world + mu) == pytest.approx(0.644, abs=1e-3)
-    w, z, z_prev = torch.randn(world, 1, dtype=torch.float64), torch.zeros(1).double(), torch.zeros(1).double()
+    world_size, mu = 4, 0.9
+    assert 2 * (1 + mu) / (1 + world_size + mu) == pytest.approx(0.644, abs=1e-3)
+    w, z, z_prev = torch.randn(world_size, 1, dtype=torch.float64), torch.zeros(1).double(), torch.zeros(1).double()
     for _ in range(2000):
         c = alpha * (w - z)
         w, z, z_prev = w - c, z + c.sum(0) + mu * (z - z_prev), z

@@ -6,15 +6,17 @@ import pytest
 import torch
 
 import threads
-from laws_table import WORLDS, brisk, variants
+from laws_table import brisk, on_every_world, variants
+from marks import slow
 from paceline import registry
-from paceline.consensus import AGREE, agreed
+from paceline.core.consensus import consensus_weights
+from paceline.core.facts import Fact
+from paceline.core.state import State
 from paceline.method import Method
-from paceline.state import State
 from rig import Rig, adamw, alone, close, data, loop, mlp, same, sgd, train, weights
 
 SYNCS = registry.parts("sync")
-OWN_PACE = sorted(name for name, cls in SYNCS.items() if cls.own_pace)
+OWN_PACE = sorted(name for name, cls in SYNCS.items() if cls.is_async)
 IN_STEP = sorted(set(SYNCS) - set(OWN_PACE))
 
 
@@ -23,7 +25,7 @@ def plain(model):
 
 
 def optimizer_of(cls):
-    return adamw if "optimizer:adam" in cls.needs else sgd
+    return adamw if Fact.ADAM in cls.needs else sgd
 
 
 def each(names):
@@ -31,12 +33,12 @@ def each(names):
     return [pytest.param(name, knobs, id=f"{name}-{knobs}") for name, knobs in cases]
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@on_every_world
 @pytest.mark.parametrize("name", sorted(n for n, cls in SYNCS.items() if cls.limit is not None))
-def test_at_its_limit_it_goes_as_every_step(name, world):
+def test_at_its_limit_it_goes_as_every_step(name, world_size):
     batches = data(12)
     spec = Method(sync=SYNCS[name](**SYNCS[name].limit))
-    for result in train(world, batches, plain, spec=spec):
+    for result in train(world_size, batches, plain, spec=spec):
         close(result, alone(batches, plain))
 
 
@@ -48,9 +50,9 @@ def test_with_one_worker_it_is_the_optimizer_alone(name):
     assert torch.equal(result, alone(batches, make))
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world_size", [slow(1), slow(2), 3, slow(4)])
 @pytest.mark.parametrize(("name", "knobs"), each(IN_STEP))
-def test_inside_agreed_all_workers_have_the_same_weights_and_after_it_their_own(name, knobs, world):
+def test_inside_agreed_all_workers_have_the_same_weights_and_after_it_their_own(name, knobs, world_size):
     cls = SYNCS[name]
 
     def work(comm):
@@ -60,22 +62,22 @@ def test_inside_agreed_all_workers_have_the_same_weights_and_after_it_their_own(
         loop(data(7), model, opt, rig.take)
         rig.engine.method.sync.settle(rig.engine.ex)
         before = weights(model)
-        with agreed(rig.engine):
+        with consensus_weights(rig.engine):
             inside = weights(model)
         assert torch.equal(weights(model), before)
         return inside, before
 
-    results = threads.run(world, work)
+    results = threads.run(world_size, work)
     same([inside for inside, _ in results])
-    if AGREE in cls.gives:
+    if Fact.REPLICAS_AGREE in cls.gives:
         same([own for _, own in results])
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world_size", [slow(1), slow(2), 3, slow(4)])
 @pytest.mark.parametrize(("name", "knobs"), each(IN_STEP))
-def test_a_seeded_rerun_is_bit_equal(name, knobs, world):
+def test_a_seeded_rerun_is_bit_equal(name, knobs, world_size):
     cls = SYNCS[name]
-    run = lambda: train(world, data(9), optimizer_of(cls), spec=Method(sync=cls(**knobs)))  # noqa: E731
+    run = lambda: train(world_size, data(9), optimizer_of(cls), spec=Method(sync=cls(**knobs)))  # noqa: E731
     for first, second in zip(run(), run(), strict=True):
         assert torch.equal(first, second)
 
@@ -129,7 +131,7 @@ def test_a_bad_gradient_of_one_worker_harms_nobody(name):
         opt = optimizer_of(cls)(model)
         rig = Rig(comm, model, opt, spec=Method(sync=cls(**brisk(cls))))
         loop(batches, model, opt, rig.take)
-        with agreed(rig.engine):
+        with consensus_weights(rig.engine):
             return weights(model), rig.engine.ex.step
 
     with pytest.warns(UserWarning, match="not finite"):

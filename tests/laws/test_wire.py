@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.lab import namespaces
-from paceline.lab.namespaces import Lab
+from paceline.tools.lab import namespaces
+from paceline.tools.lab.namespaces import Lab
 
 SRC = Path(next(iter(paceline.__path__))).parent
 HEADER, FULL = 66, 1514
@@ -35,8 +35,8 @@ from pathlib import Path
 import torch
 from torch import nn
 import paceline
-from paceline import api
-from paceline.session import barrier
+from paceline.session.session import current
+from paceline.session.session import barrier
 
 torch.set_num_threads(1)
 statistics = Path("/sys/class/net/eth0/statistics")
@@ -52,7 +52,7 @@ for method in sys.argv[2:]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     # One bucket: gloo spends some 600 bytes of its own on every operation, which nobody's formula has in it.
     model, optimizer = paceline.prepare(model, optimizer, method=method, bucket_mb=64)
-    engine, control = api._session.engines[id(optimizer)], api._session.control
+    engine, control = current().by_optimizer[id(optimizer)], current().control
     def step():
         model(torch.randn(2, 512)).square().mean().backward()
         optimizer.step()
@@ -64,13 +64,13 @@ for method in sys.argv[2:]:
         step()
     barrier(control)
     after = counters()
-    world, slots = engine.comm.world, sum(len(b.slots) for b in engine.buckets)
+    world, slots = engine.comm.world_size, sum(len(b.slots) for b in engine.buckets)
     print(json.dumps({
         "method": method,
         # zero1 sends half of the formula for the gradients, and as much for the parameters.
         "formula": sum(engine.method.reducer.sends(b, world) for b in engine.buckets),
         # A mean that is exact whispers inside its last bucket; others sum one vector of fp64: ballot.py.
-        "ballot": 0 if engine.ex.exact_everywhere else 2 * 8 * (2 * world + slots + 1) * (world - 1) // world,
+        "ballot": 0 if engine.ex.exact_everywhere else 2 * 8 * (6 * world + slots + 1) * (world - 1) // world,
         "counted": engine.comm.sent - sent,
         "bytes": after["tx_bytes"] - before["tx_bytes"],
         "frames": after["tx_packets"] - before["tx_packets"],

@@ -11,11 +11,13 @@ from torch import nn
 
 import threads
 from laws_table import BUCKETS, fresh, together, vector
-from paceline.bucket import Bucket
-from paceline.cutting import cut
+from paceline.core.bucket import Bucket
+from paceline.core.cutting import cut
+from paceline.core.facts import Fact
+from paceline.core.parts import Reduced, Reducer
+from paceline.core.state import State
 from paceline.errors import MethodError, MismatchError
 from paceline.method import Method, method
-from paceline.parts import Reduced, Reducer
 from paceline.reducers.dgc import DGC
 from paceline.reducers.error_feedback import ErrorFeedback
 from paceline.reducers.exact import Exact
@@ -25,7 +27,6 @@ from paceline.reducers.powersgd import PowerSGD
 from paceline.reducers.qsgd import QSGD
 from paceline.reducers.topk import TopK
 from paceline.reducers.warmup import Warmup
-from paceline.state import State
 from rig import Rig, data, loop, mlp, same
 
 
@@ -52,7 +53,7 @@ class Spy(Reducer):
         self.state[b.index, "seen"] = seen
         return Reduced(x)
 
-    def sends(self, b, world):
+    def sends(self, b, world_size):
         return round(1e6 * self.ratio)
 
 
@@ -106,7 +107,7 @@ def test_buckets_under_way_together_have_each_their_own_value():
         spy = Spy()
         whole = Warmup(of=spy, schedule="ratio", start=0.25, steps=8)
         before = str(Method(reducer=whole)), whole.config()
-        buckets = [BUCKETS[0](comm.world) for _ in range(3)]
+        buckets = [BUCKETS[0](comm.world_size) for _ in range(3)]
         for i, b in enumerate(buckets):
             b.index, b.step = i, 4 * i
         together(*(whole.mean(b, vector(b, comm.rank), comm) for b in buckets))
@@ -123,7 +124,7 @@ def test_every_value_uses_the_same_memory():
     """A mean in fresh memory would cost more than the exchange."""
 
     def work(comm):
-        b, whole = BUCKETS[3](comm.world), Warmup(of=PowerSGD(rank=4), schedule="rank", start=1, stages=2, steps=4)
+        b, whole = BUCKETS[3](comm.world_size), Warmup(of=PowerSGD(rank=4), schedule="rank", start=1, stages=2, steps=4)
         places = set()
         for b.step in range(6):
             places.add(together(whole.mean(b, vector(b, comm.rank), comm))[0].mean.data_ptr())
@@ -139,7 +140,7 @@ def test_bytes_follow_the_schedule_and_nothing_is_lost(name):
     knob, final, start = {"powersgd": ("rank", 1, 8), "qsgd": ("bits", 2, 0)}.get(name, ("ratio", 0.01, 0))
 
     def work(comm):
-        b, feedback = BUCKETS[3](comm.world), ErrorFeedback(of=fresh(name, {knob: final}), anyway=True)
+        b, feedback = BUCKETS[3](comm.world_size), ErrorFeedback(of=fresh(name, {knob: final}), anyway=True)
         whole = Warmup(of=feedback, schedule=knob, start=start, steps=6)
         given, got, sizes = torch.zeros(b.n), torch.zeros(b.n), []
         for b.step in range(8):
@@ -148,7 +149,7 @@ def test_bytes_follow_the_schedule_and_nothing_is_lost(name):
             got += together(whole.mean(b, x, comm))[0].mean[: b.n]
             for part in whole.parts():
                 part.state.commit()
-            assert comm.sent - before == whole.sends(b, comm.world)
+            assert comm.sent - before == whole.sends(b, comm.world_size)
             sizes.append(comm.sent - before)
         assert sizes == sorted(sizes, reverse=True)
         assert sizes[0] > sizes[-1]
@@ -217,8 +218,8 @@ def test_some_are_exact_while_others_are_compressed(reducer, exact):
 
 def test_a_choice_is_no_exact_mean_and_refuses_by_what_is_inside():
     """The engine sends a word along with exact means; one reducer that is exact must not speak for the other."""
-    assert "exact mean" in Warmup(of=Exact()).facts()
-    assert "exact mean" not in Warmup(of=PerBucket(other=Warmup(of=Exact()))).facts()
+    assert Fact.EXACT_MEAN in Warmup(of=Exact()).facts()
+    assert Fact.EXACT_MEAN not in Warmup(of=PerBucket(other=Warmup(of=Exact()))).facts()
     with pytest.raises(MethodError, match="error_feedback does not go together with qsgd"):
         Method(reducer=PerBucket(of=ErrorFeedback(of=QSGD())))
 
@@ -245,7 +246,7 @@ def test_unbiased_reducers_are_fed_back_only_if_asked():
     with pytest.raises(MethodError, match=r"(?s)error_feedback does not go together with qsgd.*anyway=True"):
         Method(reducer=ErrorFeedback(of=QSGD()))
     assert str(Method(reducer=ErrorFeedback(of=QSGD(), anyway=True))).startswith("error_feedback(of=qsgd, anyway=True")
-    assert "unbiased" in ErrorFeedback.refuses
+    assert Fact.UNBIASED in ErrorFeedback.refuses
     for inner in (DGC(), ErrorFeedback(), Warmup(of=DGC())):
         with pytest.raises(MethodError, match="does not go together"):
             Method(reducer=ErrorFeedback(of=inner, anyway=True))
@@ -257,7 +258,7 @@ def test_what_was_committed_is_never_written_to(reducer, shape):
     """Also not through the mean or x, which belong to whoever asked; and x itself becomes nobody's memory."""
 
     def work(comm):
-        b = Bucket(0, [("p", nn.Parameter(torch.zeros(shape)))], comm.world)
+        b = Bucket(0, [("p", nn.Parameter(torch.zeros(shape)))], comm.world_size)
         own = Method(reducer=reducer).copy().reducer
         for step in range(3):
             before = [{k: (v, v.clone()) for k, v in part.state.real.items()} for part in own.parts()]
@@ -286,7 +287,7 @@ def test_what_is_left_is_made_of_the_one_vector_it_allocates(dtype):
             return await super().mean(b, x, comm)
 
     def work(comm):
-        b = Bucket(0, [("p", nn.Parameter(torch.zeros(50, 4, dtype=dtype)))], comm.world)
+        b = Bucket(0, [("p", nn.Parameter(torch.zeros(50, 4, dtype=dtype)))], comm.world_size)
         own = ErrorFeedback(of=Watched(ratio=0.1))
         for step in range(2):
             x = vector(b, step)
@@ -305,7 +306,7 @@ def test_the_mean_is_made_where_the_gradients_were(name):
     """They are not needed once g + e is made: a vector and two passes over memory less."""
 
     def work(comm):
-        b, own = BUCKETS[3](comm.world), ErrorFeedback(of=fresh(name, {}))
+        b, own = BUCKETS[3](comm.world_size), ErrorFeedback(of=fresh(name, {}))
         for step in range(2):
             x = b.flat.copy_(vector(b, step))
             assert together(own.mean(b, x, comm))[0].mean.data_ptr() == b.flat.data_ptr()
@@ -321,7 +322,7 @@ def test_e_is_over_once_everything_is_sent():
             return await super().mean(b, x, comm) if b.step % 2 == 0 else Reduced(await comm.mean(x))
 
     def work(comm):
-        b, own = BUCKETS[0](comm.world), ErrorFeedback(of=Fitful())
+        b, own = BUCKETS[0](comm.world_size), ErrorFeedback(of=Fitful())
         given, got = torch.zeros(b.n), torch.zeros(b.n)
         for b.step in range(4):
             x = vector(b, 10 * b.step + comm.rank)
@@ -341,10 +342,10 @@ def test_what_a_part_needs_of_the_job_is_asked_where_there_is_one():
     @dataclass(kw_only=True)
     class Picky(Reducer):
         name: ClassVar[str] = "picky"
-        needs: ClassVar = {"optimizer:SGD": "nothing else will do; use SGD"}
+        needs: ClassVar = {Fact.SGD: "nothing else will do; use SGD"}
 
     whole = Method(reducer=Picky())
-    whole.check(frozenset({"optimizer:SGD"}))
+    whole.check(frozenset({Fact.SGD}))
     for job in ({"optimizer:Adam"}, set()):
         with pytest.raises(MethodError, match="picky needs optimizer:SGD"):
             whole.check(frozenset(job))
@@ -361,7 +362,7 @@ def spec_of(name):
     return method(name)
 
 
-def go_on(world, name, batches, *, model=None, states=None, step=0, bucket_mb=0.0005):
+def go_on(world_size, name, batches, *, model=None, states=None, step=0, bucket_mb=0.0005):
     """Train on `world` workers from these weights and these states, one a part; the weights and everyone's saves."""
 
     def work(comm):
@@ -379,7 +380,7 @@ def go_on(world, name, batches, *, model=None, states=None, step=0, bucket_mb=0.
         end = loop(batches, own, opt, rig.take)
         return end, begun, {i: part.state.save(rig.engine.buckets) for i, part in enumerate(parts)}
 
-    ends, begun, saves = zip(*threads.run(world, work), strict=True)
+    ends, begun, saves = zip(*threads.run(world_size, work), strict=True)
     return same(list(ends)), list(begun), list(saves)
 
 
@@ -397,8 +398,8 @@ def average(saves):
 def test_resize_3_2_3(name):
     """What all workers together still have to send survives each change of their number; replicas stay equal."""
     batches, model, merged, before, step = data(12), None, None, {}, 0
-    for world in (3, 2, 3):
-        model, begun, saves = go_on(world, name, batches[step : step + 4], model=model, states=merged, step=step)
+    for world_size in (3, 2, 3):
+        model, begun, saves = go_on(world_size, name, batches[step : step + 4], model=model, states=merged, step=step)
         if step:
             now = average(begun)
             assert now.keys() == before.keys()
@@ -461,7 +462,7 @@ def test_error_feedback_works_in_old_memory_and_never_in_what_a_rollback_needs()
     """Several exchanges in one step, and steps that do not count: the real e stays as it was, bit for bit."""
 
     def work(comm):
-        b = BUCKETS[0](comm.world)
+        b = BUCKETS[0](comm.world_size)
         reducer = ErrorFeedback(of=TopK(ratio=0.1))
         for step in range(4):
             together(reducer.mean(b, vector(b, step), comm))

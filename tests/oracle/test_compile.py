@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from marks import slow
 from processes import run, values
 
 
@@ -31,7 +32,7 @@ def compiled(rank, before):
     return [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("before", [True, slow(False)])
 def test_compiled_models(before):
     results = values(run(2, compiled, before))
     torch.manual_seed(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
+from marks import slow
 from processes import run, values
 
 
@@ -52,9 +54,9 @@ def same(results, want, tol=1e-5):
             torch.testing.assert_close(a, b.detach(), rtol=tol, atol=tol)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_two_models_and_two_optimizers(world):
-    same(values(run(world, gan)), _gan(lambda *things: things))
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_two_models_and_two_optimizers(world_size):
+    same(values(run(world_size, gan)), _gan(lambda *things: things))
 
 
 def _tokens(prepare, batch=8):
@@ -104,7 +106,7 @@ def _held(prepare, hold):
 def held(rank):
     import paceline
 
-    return _held(paceline.prepare, paceline.hold)
+    return _held(paceline.prepare, paceline.no_sync)
 
 
 def test_hold_is_the_larger_batch():
@@ -118,7 +120,7 @@ def bad_label(rank):
     data.tensors[1][20] = 7
     model = nn.Linear(6, 3)
     model, optimizer, loader = paceline.prepare(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=6), deadline=10.0
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=6), timeout=10.0
     )
     for x, y in loader:
         cross_entropy(model(x), y).backward()
@@ -184,26 +186,31 @@ for epoch in range(2):
         optimizer.step()
         optimizer.zero_grad()
 if paceline.rank() == 0:
-    print("RESULT", paceline.world(), float(sum(p.double().sum() for p in model.parameters())))
+    print("RESULT", paceline.world_size(), float(sum(p.double().sum() for p in model.parameters())))
 """
 
 
-def test_the_same_script_alone_under_paceline_run_and_under_torchrun(tmp_path):
+def scripted(rank, script):
+    """The script by itself, in a process that has torch imported already."""
+    return float(sum(p.double().sum() for p in runpy.run_path(str(script))["model"].parameters()))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "launcher"),
+    [(2, ["paceline", "run", "--workers", "2"]), slow(3, ["torchrun", "--standalone", "--nproc-per-node", "3"])],
+    ids=["paceline", "torchrun"],
+)
+def test_the_same_script_alone_under_paceline_run_and_under_torchrun(tmp_path, world_size, launcher):
     script = tmp_path / "train me.py"
     script.write_text(SCRIPT)
-    bin_ = Path(sys.executable).parent
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    results = {}
-    for how in (
-        [sys.executable, script],
-        [bin_ / "paceline", "run", "--workers", "2", script],
-        [bin_ / "torchrun", "--standalone", "--nproc-per-node", "3", script],
-    ):
-        done = subprocess.run(list(map(str, how)), env=env, capture_output=True, text=True, timeout=90)
-        assert done.returncode == 0, done.stderr
-        line = next(line for line in done.stdout.splitlines() if "RESULT" in line)
-        _, world, total = line[line.index("RESULT") :].split()
-        results[int(world)] = float(total)
-        assert "paceline: global batch 8" in done.stderr
-    assert sorted(results) == [1, 2, 3]
-    assert max(results.values()) - min(results.values()) < 1e-5
+    place = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {k: v for k, v in os.environ.items() if k not in place}
+    command = [str(Path(sys.executable).with_name(launcher[0])), *launcher[1:], str(script)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert "paceline: global batch 8" in done.stderr
+    line = next(line for line in done.stdout.splitlines() if "RESULT" in line)
+    _, workers, total = line[line.index("RESULT") :].split()
+    assert int(workers) == world_size
+    [alone] = values(run(1, scripted, script, env=dict.fromkeys(place, "")))
+    assert abs(float(total) - alone) < 1e-5

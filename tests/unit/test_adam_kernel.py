@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import platform
 import subprocess
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from marks import slow
 from paceline.errors import UsageError
 from paceline.kernels import adam
 
@@ -53,8 +55,13 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def oracle(cls, options, dtype: torch.dtype, n: int, steps: int) -> list[torch.Tensor]:
+    return _oracle(cls, tuple(options.items()), dtype, n, steps)
+
+
+@functools.cache
+def _oracle(cls, options, dtype: torch.dtype, n: int, steps: int) -> list[torch.Tensor]:
     p = torch.nn.Parameter(values(n).to(dtype))
-    optimizer = cls([p], **options)
+    optimizer = cls([p], **dict(options))
     for t in range(1, steps + 1):
         p.grad = gradient(n, t).to(dtype)
         optimizer.step()
@@ -252,7 +259,7 @@ def test_what_is_refused(t, change, said):
     assert said in str(refused.value)
 
 
-@pytest.mark.parametrize("hidden", ["numba", "folder"])
+@pytest.mark.parametrize("hidden", ["numba", slow("folder")])
 def test_it_runs_without_numba_and_without_a_folder_for_what_is_compiled(hidden, tmp_path):
     pytest.importorskip("numba")
     here = Path(adam.__file__).parents[1]

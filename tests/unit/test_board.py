@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.membership.board import StoreBoard, StoreLostError, stuck
-from paceline.waiting import EndedError
+from paceline.comm.board import StoreBoard, StoreLostError, stuck
+from paceline.comm.waiting import EndedError
 
 
 def waits(label: str, lane: str, op: int, **ops: int) -> dict[str, object]:
@@ -92,4 +92,6 @@ def test_with_the_store_gone_a_connection_still_knows_its_worker():
     board = StoreBoard(Gone(), 1, 3, 30.0)
     assert isinstance(board.lost("mean #0", RuntimeError("reset")), StoreLostError)
     error = board.lost("mean #0", EndedError(0))
-    assert (error.worker, error.what) == (0, "worker 0 stopped answering in step 0 (mean #0)")
+    assert error.worker == 0
+    assert error.what.startswith("worker 0 stopped answering; it is waited for at ")
+    assert error.what.endswith('board.lost("mean #0", EndedError(0))'), "the line of this test"

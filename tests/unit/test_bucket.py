@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from paceline.cutting import cut
+from paceline.core.cutting import cut
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.complex64])
@@ -20,13 +20,13 @@ dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.co
     st.none() | st.integers(1, 500),
 )
 @settings(max_examples=150, deadline=None)
-def test_every_parameter_has_one_place(specs, world, cap, first):
+def test_every_parameter_has_one_place(specs, world_size, cap, first):
     named = [(f"p{i}", nn.Parameter(torch.zeros(s, dtype=d))) for i, (s, d) in enumerate(specs)]
-    buckets = list(cut(named, world, cap, first))
+    buckets = list(cut(named, world_size, cap, first))
     assert sorted(s.name for b in buckets for s in b.slots) == sorted(n for n, _ in named)
     assert [b.index for b in buckets] == list(range(len(buckets)))
     for b in buckets:
-        assert b.flat.numel() % world == 0
+        assert b.flat.numel() % world_size == 0
         assert {s.param.dtype.to_real() if s.param.is_complex() else s.param.dtype for s in b.slots} == {b.flat.dtype}
         ends = [0]
         for s in b.slots:

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from paceline.errors import StoreError, UsageError
-from paceline.stores import disk as stores
-from paceline.stores import file
-from paceline.stores.disk import PAGE, PIECE, Disk, aligned, checksum, padded, speed
+from paceline.offload import disk as stores
+from paceline.offload import file
+from paceline.offload.disk import CHUNK, PAGE, Disk, aligned, checksum, padded, speed
 
 SHM = Path("/dev/shm")
 MIB = 1 << 20
@@ -49,7 +49,7 @@ def test_aligned_memory(nbytes):
     assert padded(nbytes) - nbytes < PAGE
 
 
-@pytest.mark.parametrize("nbytes", [PAGE, PIECE, 2 * PIECE + PAGE])
+@pytest.mark.parametrize("nbytes", [PAGE, CHUNK, 2 * CHUNK + PAGE])
 def test_what_was_written_comes_back(folder, nbytes):
     stretches = [data(nbytes, seed) for seed in range(5)]
     with Disk(folder, 5 * nbytes, in_flight=2) as disk:
@@ -150,7 +150,7 @@ def test_who_comes_while_it_is_closed_is_let_in_whole_or_not_at_all(tmp_path, mo
             outcomes.append("closed" if "after it was closed" in str(error) else error)
 
     monkeypatch.setattr(os, "pwritev", slow)
-    disk = Disk(tmp_path, MIB, threads=2, in_flight=1, deadline_s=10)
+    disk = Disk(tmp_path, MIB, threads=2, in_flight=1, timeout_s=10)
     monkeypatch.setattr(disk._file, "close", lambda real=disk._file.close: (closed.append(True), real()))
     calls = [threading.Thread(target=call) for call in (write, write, disk.close, disk.close, write, write)]
     for call in calls:
@@ -178,12 +178,12 @@ def test_the_checksum_sees_every_bit_and_every_page():
 
 
 def test_a_flipped_bit_is_named(folder):
-    disk = Disk(folder, 3 * PIECE)
-    written(disk, 3 * PIECE)
-    fd, at = disk._file._plain, PIECE + 12345
+    disk = Disk(folder, 3 * CHUNK)
+    written(disk, 3 * CHUNK)
+    fd, at = disk._file._plain, CHUNK + 12345
     os.pwrite(fd, bytes([os.pread(fd, 1, at)[0] ^ 16]), at)
-    for call in (disk.read(0, aligned(3 * PIECE)).result, disk.close):
-        with pytest.raises(StoreError, match=rf"the {PIECE} bytes at {PIECE} of .*/paceline-.*\.state are not those"):
+    for call in (disk.read(0, aligned(3 * CHUNK)).result, disk.close):
+        with pytest.raises(StoreError, match=rf"the {CHUNK} bytes at {CHUNK} of .*/paceline-.*\.state are not those"):
             call()
 
 
@@ -198,14 +198,14 @@ def test_a_flipped_bit_is_named(folder):
 )
 def test_what_differs_is_read_again_and_that_is_said(tmp_path, monkeypatch, spoilt, said):
     """spoilt: the page that is zero in each of the reads."""
-    disk, pages, real = Disk(tmp_path, MIB), iter(spoilt), stores.File.read
+    disk, pages, real = Disk(tmp_path, MIB), iter(spoilt), stores.StateFile.read
 
     def read(self, at, view):
         real(self, at, view)
         if (page := next(pages)) is not None:
             view[page * PAGE :][:PAGE] = bytes(PAGE)
 
-    monkeypatch.setattr(stores.File, "read", read)
+    monkeypatch.setattr(stores.StateFile, "read", read)
     written(disk, 4 * PAGE)
     for call in (disk.read(0, aligned(4 * PAGE)).result, disk.close):
         with pytest.raises(StoreError, match="are not those that were written") as raised:
@@ -253,7 +253,7 @@ def test_the_first_error_is_not_hidden_by_closing(tmp_path, monkeypatch):
 def test_a_disk_that_hangs_does_not_hang_us(tmp_path, monkeypatch):
     go, real = threading.Event(), os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda *a: go.wait(30) and real(*a))
-    disk = Disk(tmp_path, MIB, threads=1, in_flight=2, deadline_s=0.05)
+    disk = Disk(tmp_path, MIB, threads=1, in_flight=2, timeout_s=0.05)
     pending = [disk.write(i * PAGE, data(PAGE)) for i in range(2)]
     for call in (pending[1].result, lambda: disk.write(0, data(PAGE)), disk.close):
         with pytest.raises(StoreError, match="has not ended after 0 s"):
@@ -265,7 +265,7 @@ def test_a_disk_that_hangs_does_not_hang_us(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("at", "n", "said"),
-    [(0, PAGE, "a piece of 8192 bytes"), (PAGE, PAGE, "no piece"), (0, 4 * PAGE, "a piece of 8192")],
+    [(0, PAGE, "a chunk of 8192 bytes"), (PAGE, PAGE, "no chunk"), (0, 4 * PAGE, "a chunk of 8192")],
 )
 def test_what_was_not_written_cannot_be_read(tmp_path, at, n, said):
     disk = Disk(tmp_path, MIB)
@@ -299,7 +299,7 @@ def test_what_is_refused(tmp_path, at, x, said):
 def test_a_folder_that_is_none_and_sizes_that_are_none(tmp_path):
     with pytest.raises(UsageError, match="is not a folder"):
         Disk(tmp_path / "nowhere", MIB)
-    for options in ({"size": 0}, {"size": MIB, "threads": 0}, {"size": MIB, "deadline_s": 0}):
+    for options in ({"size": 0}, {"size": MIB, "threads": 0}, {"size": MIB, "timeout_s": 0}):
         with pytest.raises(UsageError, match="positive"):
             Disk(tmp_path, **options)
 
@@ -334,7 +334,7 @@ def test_a_small_disk_is_full_before_the_first_step(tmp_path):
 
 def test_a_killed_process_leaves_nothing(tmp_path):
     code = (
-        "import os, sys; from pathlib import Path; from paceline.stores.disk import Disk\n"
+        "import os, sys; from pathlib import Path; from paceline.offload.disk import Disk\n"
         "Disk(Path(sys.argv[1]), 1 << 20); os.kill(os.getpid(), 9)"
     )
     env = os.environ | {"PYTHONPATH": str(Path(file.__file__).parents[2])}
@@ -344,7 +344,7 @@ def test_a_killed_process_leaves_nothing(tmp_path):
 
 
 def test_speed_is_measured(folder, monkeypatch):
-    monkeypatch.setattr(stores, "_PROBE", 4 * PIECE)
+    monkeypatch.setattr(stores, "_PROBE", 4 * CHUNK)
     found = speed(folder)
     assert found.read > 0
     assert found.write > 0

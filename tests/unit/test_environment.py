@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.environment import Environment, check_transport, odd_settings
+from paceline.comm.environment import Environment, check_transport, odd_settings
 from paceline.errors import PeerError, UsageError
 from processes import free_port, run
 
@@ -25,7 +25,7 @@ def test_a_world_of_one_without_a_launcher():
 
 def test_a_good_one():
     env = Environment.read({**GOOD, "RANK": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
-    assert (env.rank, env.world, env.local_rank, env.port, env.served) == (1, 2, 0, 29500, False)
+    assert (env.rank, env.world_size, env.local_rank, env.port, env.served) == (1, 2, 0, 29500, False)
 
 
 def test_b1_every_missing_variable_is_named_at_once():
@@ -85,21 +85,21 @@ def test_b13_a_thread_count_that_is_none():
     assert odd_settings({"OMP_NUM_THREADS": "4"}) == odd_settings({"OMP_NUM_THREADS": "4,2"}) == odd_settings({}) == []
 
 
-def _prepare(rank, deadline=3.0):
+def _prepare(rank, timeout=3.0):
     model = torch.nn.Linear(2, 2)
-    paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), deadline=deadline)
+    paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), timeout=timeout)
 
 
 def test_b8_missing_workers_are_named():
     alone = run(1, _prepare, env={"WORLD_SIZE": "3"})[0]
-    assert alone.error == "DeadlineError"
+    assert alone.error == "PeerTimeoutError"
     assert "workers [1, 2] of 3 did not come within 3 s" in alone.message
 
 
 def _prepare_as_zero(rank):
     if rank:
         os.environ["RANK"] = "1"
-    _prepare(rank, deadline=4.0)
+    _prepare(rank, timeout=4.0)
 
 
 def test_b10_two_workers_with_one_rank():
@@ -125,14 +125,14 @@ def test_the_store_listens_on_its_own_address_only():
     """Not on every interface, as c10d's does by itself."""
     import socket
 
-    from paceline.membership import rendezvous
+    from paceline.comm import rendezvous
 
     port = free_port()
-    sock = rendezvous._listen(Environment(rank=0, world=2, address="127.0.0.1", port=port))
+    sock = rendezvous._listen(Environment(rank=0, world_size=2, address="127.0.0.1", port=port))
     try:
         assert sock.getsockname() == ("127.0.0.1", port)
         with pytest.raises(UsageError, match="cannot listen"):
-            rendezvous._listen(Environment(rank=0, world=2, address="127.0.0.1", port=port))
+            rendezvous._listen(Environment(rank=0, world_size=2, address="127.0.0.1", port=port))
     finally:
         sock.close()
     assert isinstance(sock, socket.socket)
@@ -142,10 +142,10 @@ def test_the_store_listens_on_its_own_address_only():
     ("arguments", "words"),
     [
         ({"backend": "glooo"}, "backend='glooo' is not available"),  # B16
-        ({"deadline": 0}, "deadline=0 is out of range"),  # B17
-        ({"deadline": -5.0}, "deadline=-5.0 is out of range"),
-        ({"deadline": 1e9}, "at most 86400 seconds"),
-        ({"deadline": float("nan")}, "deadline=nan"),
+        ({"timeout": 0}, "timeout=0 is out of range"),  # B17
+        ({"timeout": -5.0}, "timeout=-5.0 is out of range"),
+        ({"timeout": 1e9}, "at most 86400 seconds"),
+        ({"timeout": float("nan")}, "timeout=nan"),
         ({"batch": "globl"}, "did you mean 'global'"),
         ({"guard": "skipp"}, "did you mean 'skip'"),
         ({"accumulate": 0}, "accumulate=0 is not"),
@@ -202,7 +202,7 @@ def test_the_exit_code_says_whose_fault_it_was(tmp_path):
     script.write_text(
         "import torch, paceline\n"
         "model = torch.nn.Linear(2, 2)\n"
-        "paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), deadline=1)\n"
+        "paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), timeout=1)\n"
     )
     env = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=60)

@@ -5,27 +5,27 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.kernels import Code, add_blocks, add_bytes, blocks, encode_blocks, encode_bytes, key, largest, minmax
+from paceline.kernels import BlockCode, add_blocks, add_bytes, blocks, encode_blocks, encode_bytes, key, largest, minmax
 from paceline.kernels.blocks import Dice
 from paceline.kernels.code import deal, join
 from paceline.kernels.largest import threshold
 
-UNIFORM = [Code("uniform", bits, d, norm) for bits in (2, 4, 8) for d in (32, 256) for norm in ("max", "l2")]
-POWERS = [Code("powers", bits, 64, "l2") for bits in (2, 4, 8)]
-SIGN = [Code("sign", 1, 64, "mean")]
+UNIFORM = [BlockCode("uniform", bits, d, norm) for bits in (2, 4, 8) for d in (32, 256) for norm in ("max", "l2")]
+POWERS = [BlockCode("powers", bits, 64, "l2") for bits in (2, 4, 8)]
+SIGN = [BlockCode("sign", 1, 64, "mean")]
 
 
 def values(n: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def there_and_back(x: torch.Tensor, code: Code, key: int = 5) -> torch.Tensor:
+def there_and_back(x: torch.Tensor, code: BlockCode, key: int = 5) -> torch.Tensor:
     coded = encode_blocks(x, code, key)
     assert coded.numel() == code.bytes(x.numel())
     return add_blocks(torch.full_like(x, 7.0), coded[None], code, factor=1.0, keep=False)
 
 
-def norms(x: torch.Tensor, code: Code) -> torch.Tensor:
+def norms(x: torch.Tensor, code: BlockCode) -> torch.Tensor:
     """Each element's block's norm, in float64."""
     v = torch.nn.functional.pad(x.double(), (0, -len(x) % code.d)).view(-1, code.d)
     of = {"max": v.abs().amax(1), "l2": v.norm(dim=1), "mean": v.abs().mean(1)}[code.norm]
@@ -65,11 +65,11 @@ def test_sign_is_the_mean_magnitude():
 
 
 def test_a_value_on_a_level_stays_there():
-    code = Code("uniform", 4, 32, "max")
+    code = BlockCode("uniform", 4, 32, "max")
     x = torch.arange(-7, 8).repeat(32)[:320].float()
     for k in range(50):
         torch.testing.assert_close(there_and_back(x, code, key(k)), x)
-    powers = Code("powers", 4, 32, "l2")
+    powers = BlockCode("powers", 4, 32, "l2")
     x = torch.zeros(32)
     x[3] = -2.0
     for k in range(50):
@@ -104,7 +104,7 @@ def test_messages_are_added_up():
 
 def test_a_message_is_dealt_out_and_joined_again():
     """Each worker's share is what its blocks would be as a message of their own."""
-    code, x = Code("uniform", 4, 64, "max"), values(3 * 128).round().clamp(-7, 7)
+    code, x = BlockCode("uniform", 4, 64, "max"), values(3 * 128).round().clamp(-7, 7)
     x[::64] = 7.0  # every value is a level, whatever the dice say
     whole = encode_blocks(x, code, 0)
     dealt = deal(whole, 3, code)

@@ -10,17 +10,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import paceline
+from paceline.comm.interface import counters
+from paceline.comm.pacing import pace
 from paceline.errors import PacelineError, UsageError
-from paceline.lab import namespaces
-from paceline.lab.interface import counters
-from paceline.lab.namespaces import UNLIMITED, Lab, Link, parse_link
-from paceline.lab.pacing import pace
+from paceline.tools.lab import namespaces
+from paceline.tools.lab.namespaces import UNLIMITED, Lab, Link, parse_link
 
 SRC = Path(next(iter(paceline.__path__))).parent
 NO_LAB = namespaces.available()
@@ -47,6 +47,14 @@ def mbit_per_s(sender: socket.socket, receiver: socket.socket, amount: int) -> f
     thread.join()
     assert got == amount
     return (got - skipped) * 8 / elapsed / 1e6
+
+
+def fastest(measure: Callable[[], float], least: float) -> float:
+    """Of up to five tries, the first that is fast enough: other programs can only make a link look slower."""
+    for _ in range(4):
+        if (found := measure()) >= least:
+            return found
+    return measure()
 
 
 def joined(hosts: Lab, a: int = 0, b: int = 1) -> tuple[socket.socket, socket.socket]:
@@ -120,7 +128,8 @@ def hosts() -> Iterator[Lab]:
 @needs_lab
 def test_a_link_is_as_fast_as_it_says(hosts: Lab) -> None:
     for a, b in ((0, 1), (1, 0)):
-        assert mbit_per_s(*joined(hosts, a, b), amount=5_000_000) == pytest.approx(50, rel=0.2)
+        speed = fastest(lambda a=a, b=b: mbit_per_s(*joined(hosts, a, b), amount=5_000_000), 40)
+        assert speed == pytest.approx(50, rel=0.2)
 
 
 @lab
@@ -129,10 +138,11 @@ def test_a_link_can_be_given_another_speed(hosts: Lab) -> None:
     hosts.shape(0, UNLIMITED)
     hosts.shape(1, parse_link("20mbit"))
     for a, b in ((0, 1), (1, 0)):  # a link is slow in both directions, whoever is at its other end
-        assert mbit_per_s(*joined(hosts, a, b), amount=2_000_000) == pytest.approx(20, rel=0.2)
+        speed = fastest(lambda a=a, b=b: mbit_per_s(*joined(hosts, a, b), amount=2_000_000), 16)
+        assert speed == pytest.approx(20, rel=0.2)
     hosts.shape(1, UNLIMITED)
     hosts.shape(1, UNLIMITED)  # again: there is nothing to lift any more
-    assert mbit_per_s(*joined(hosts), amount=20_000_000) > 200
+    assert fastest(lambda: mbit_per_s(*joined(hosts), amount=20_000_000), 200) > 200
     for i in range(2):
         hosts.shape(i, parse_link("50mbit"))
 
@@ -151,7 +161,7 @@ def test_the_interface_counts_what_was_sent(hosts: Lab) -> None:
 @lab
 @needs_lab
 def test_a_worker_reads_the_same_counter(hosts: Lab) -> None:
-    code = "from paceline.lab.interface import counters; print(*counters('eth0'))"
+    code = "from paceline.comm.interface import counters; print(*counters('eth0'))"
     command = [*hosts.exec_prefix(0), sys.executable, "-c", code]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(SRC)}, check=True
@@ -215,7 +225,7 @@ def test_a_lab_that_cannot_be_finished_is_taken_down(monkeypatch: pytest.MonkeyP
 @lab
 @needs_lab
 def test_leftovers_of_a_killed_process_are_found_and_removed() -> None:
-    code = "from paceline.lab.namespaces import Lab; Lab(1).__enter__(); print('up', flush=True); input()"
+    code = "from paceline.tools.lab.namespaces import Lab; Lab(1).__enter__(); print('up', flush=True); input()"
     environment = {**os.environ, "PYTHONPATH": str(SRC)}
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
@@ -234,7 +244,7 @@ def test_leftovers_of_a_killed_process_are_found_and_removed() -> None:
 @lab
 @needs_lab
 def test_a_process_that_ends_by_itself_leaves_nothing() -> None:
-    code = "import os; from paceline.lab.namespaces import Lab; Lab(1).__enter__(); print(os.getpid())"
+    code = "import os; from paceline.tools.lab.namespaces import Lab; Lab(1).__enter__(); print(os.getpid())"
     environment = {**os.environ, "PYTHONPATH": str(SRC)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert not [entry for entry in Path("/run/netns").iterdir() if entry.name.startswith(f"pl{done.stdout.strip()}.")]

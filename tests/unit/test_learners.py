@@ -10,10 +10,11 @@ from torch import nn
 from torch.nn.functional import conv2d, cross_entropy
 
 import threads
-from paceline import learners as module
-from paceline.convolution import Products
+from marks import slow
 from paceline.errors import DataError, UsageError
-from paceline.learners import Learners
+from paceline.learners import learners as module
+from paceline.learners.convolution import Products
+from paceline.learners.learners import Learners
 from processes import run, values
 from rig import built, close, data, mlp, weights
 
@@ -66,7 +67,7 @@ def centre(one):
 # ---------------------------------------------------------------------------------------------------- the oracle
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.parametrize("k", [slow(1), 2, 3, slow(4)])
 @pytest.mark.parametrize("extra", [{}, {"weight_decay": 0.01, "mu": 0.5}, {"alpha": 0.15, "momentum": 0.0}])
 def test_it_is_the_paper_s_box(k, extra):
     batches = data(9)
@@ -156,24 +157,24 @@ def test_frozen_and_tied_parameters():
 # ---------------------------------------------------------------------------------------------------- workers
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_learners_of_all_workers_have_one_centre(world):
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_learners_of_all_workers_have_one_centre(world_size):
     batches = data(7, size=24)
 
     def work(comm):
         one = Learners(mlp(), cross_entropy, lr=0.1, momentum=0.9, learners=2, comm=comm)
         for x, y in batches:
-            one.step(x.chunk(world)[comm.rank], y.chunk(world)[comm.rank])
+            one.step(x.chunk(world_size)[comm.rank], y.chunk(world_size)[comm.rank])
         return centre(one)
 
-    results = threads.run(world, work)
+    results = threads.run(world_size, work)
     assert all(torch.equal(r, results[0]) for r in results)
-    close(results[0], simulate(mlp(), batches, 2 * world)[0], tol=2e-5)
+    close(results[0], simulate(mlp(), batches, 2 * world_size)[0], tol=2e-5)
 
 
-def in_processes(rank, world, prepared):
+def in_processes(rank, world_size, prepared):
     import paceline
-    from paceline.learners import Learners
+    from paceline.learners.learners import Learners
     from rig import data, mlp, sgd, weights
 
     if prepared:
@@ -181,18 +182,18 @@ def in_processes(rank, world, prepared):
         paceline.prepare(other, sgd(other))
     model = mlp(seed=rank % 2)  # worker 0's counts
     one = Learners(model, cross_entropy, lr=0.1, momentum=0.9, learners=2)
-    assert paceline.world() == world
+    assert paceline.world_size() == world_size
     for x, y in data(6, size=24):
-        one.step(x.chunk(world)[rank], y.chunk(world)[rank])
+        one.step(x.chunk(world_size)[rank], y.chunk(world_size)[rank])
     one.write()
     return weights(model)
 
 
-@pytest.mark.parametrize(("world", "prepared"), [(2, True), (3, False)])
-def test_between_processes(world, prepared):
-    results = values(run(world, in_processes, world, prepared))
+@pytest.mark.parametrize(("world_size", "prepared"), [(2, True), slow(3, False)])
+def test_between_processes(world_size, prepared):
+    results = values(run(world_size, in_processes, world_size, prepared))
     assert all(torch.equal(r, results[0]) for r in results)
-    close(results[0], simulate(mlp(), data(6, size=24), 2 * world)[0], tol=2e-5)
+    close(results[0], simulate(mlp(), data(6, size=24), 2 * world_size)[0], tol=2e-5)
 
 
 # ---------------------------------------------------------------------------------------------------- time and again
@@ -254,7 +255,7 @@ def test_the_rate_can_change_and_learners_start_again():
     assert torch.equal(one.z, before)  # corrections are those of the weights before the step
 
 
-@pytest.mark.parametrize("best", [1, 4, 8])
+@pytest.mark.parametrize("best", [slow(1), 4, slow(8)])
 def test_the_number_of_learners_doubles_while_that_brings_more(best, monkeypatch):
     """By a clock of our own: a step takes as long as one of `best` learners, and longer in proportion beyond."""
     monkeypatch.setattr(module, "_WINDOW", 3)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import pickle
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,9 +17,11 @@ from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -25,22 +29,23 @@ from torch.utils.data import (
 )
 
 import threads
-from paceline import sampling
-from paceline.alone import Alone
 from paceline.balances.even import Even
+from paceline.comm.group import Group
+from paceline.comm.single import SingleComm
+from paceline.data import sampling
+from paceline.data.loader import Batch, Loader
 from paceline.errors import DataError, MismatchError, PacelineError, UsageError
-from paceline.loader import Batch, Loader
-from paceline.telemetry import Recorder
+from paceline.telemetry.recorder import Recorder
 
 Source = Callable[[], Any]
 
 
 def prepared(source: Any, comm: Any = None, **arguments: Any) -> Loader:
     arguments = {"balance": Even(), "recorder": Recorder(None, 0)} | arguments
-    return Loader(source, comm=comm or Alone(), **arguments)
+    return Loader(source, group=Group.over(comm or SingleComm()), **arguments)
 
 
-def of_all(world: int, work: Callable[[Any], Any]) -> list[Any]:
+def of_all(world_size: int, work: Callable[[Any], Any]) -> list[Any]:
     """What `work` gives on every worker; `str(error)` where it raises one of ours."""
 
     def caught(comm: Any) -> Any:
@@ -49,7 +54,7 @@ def of_all(world: int, work: Callable[[Any], Any]) -> list[Any]:
         except PacelineError as error:
             return f"{type(error).__name__}: {error}"
 
-    return threads.run(world, caught, deadline_s=5)
+    return threads.run(world_size, caught, timeout_s=5)
 
 
 def epoch(loader: Loader, most: int | None = None) -> list[tuple[Any, Batch]]:
@@ -74,14 +79,14 @@ def plain(n: int, batch_size: int, **options: Any) -> Source:
     return lambda: DataLoader(range(n), batch_size=batch_size, **options)  # type: ignore[arg-type]
 
 
-def together(world: int, source: Source, epochs: int = 1, **arguments: Any) -> list[list[list[int]]]:
+def together(world_size: int, source: Source, epochs: int = 1, **arguments: Any) -> list[list[list[int]]]:
     """The global batches of each epoch."""
 
     def work(comm: Any) -> list[Any]:
         loader = prepared(source(), comm, **arguments)
         return [epoch(loader) for _ in range(epochs)]
 
-    results = threads.run(world, work, deadline_s=5)
+    results = threads.run(world_size, work, timeout_s=5)
     return [joined([result[e] for result in results]) for e in range(epochs)]
 
 
@@ -103,11 +108,11 @@ def allowed(case: dict[str, Any], *worlds: int) -> None:
 # ------------------------------------------------------------------------------------------ exactly once
 
 
-@given(case=cases, world=st.integers(1, 5), seed=st.integers(-3, 2**63))
+@given(case=cases, world_size=st.integers(1, 5), seed=st.integers(-3, 2**63))
 @settings(max_examples=60, deadline=None)
-def test_any_number_of_workers_walks_through_the_same_batches(case: dict[str, Any], world: int, seed: int) -> None:
-    allowed(case, world)
-    alone, many = (together(w, plain(**case), epochs=2, seed=seed) for w in (1, world))
+def test_any_number_of_workers_walks_through_the_same_batches(case: dict[str, Any], world_size: int, seed: int) -> None:
+    allowed(case, world_size)
+    alone, many = (together(w, plain(**case), epochs=2, seed=seed) for w in (1, world_size))
     assert many == alone
     n, size = case["n"], case["batch_size"]
     for batches in many:
@@ -120,12 +125,12 @@ def test_any_number_of_workers_walks_through_the_same_batches(case: dict[str, An
         assert [i for b in many[0] for i in b] == list(range(used))
 
 
-@given(case=cases, world=st.integers(1, 4), later=st.integers(1, 4), at=st.integers(0, 60))
+@given(case=cases, world_size=st.integers(1, 4), later=st.integers(1, 4), at=st.integers(0, 60))
 @settings(max_examples=60, deadline=None)
 def test_a_state_taken_anywhere_goes_on_as_if_nothing_had_happened(
-    case: dict[str, Any], world: int, later: int, at: int
+    case: dict[str, Any], world_size: int, later: int, at: int
 ) -> None:
-    allowed(case, world, later)
+    allowed(case, world_size, later)
     whole = together(1, plain(**case), epochs=2, seed=5)
 
     def first(comm: Any) -> Any:
@@ -133,7 +138,7 @@ def test_a_state_taken_anywhere_goes_on_as_if_nothing_had_happened(
         seen = epoch(loader, min(at, len(loader)))
         return seen, loader.state_dict()
 
-    begun = threads.run(world, first, deadline_s=5)
+    begun = threads.run(world_size, first, timeout_s=5)
     states = [json.loads(json.dumps(state)) for _, state in begun]
     assert all(state == states[0] for state in states)
 
@@ -143,7 +148,7 @@ def test_a_state_taken_anywhere_goes_on_as_if_nothing_had_happened(
         assert loader.state_dict() == states[0]
         return [epoch(loader), epoch(loader)]
 
-    rest = threads.run(later, second, deadline_s=5)
+    rest = threads.run(later, second, timeout_s=5)
     before = joined([seen for seen, _ in begun])
     assert before + joined([r[0] for r in rest]) == whole[0]
     assert joined([r[1] for r in rest]) == whole[1]
@@ -246,13 +251,13 @@ def test_seeded_orders_cost_no_bytes_but_the_ledger() -> None:
     assert threads.run(2, work) == [[0, 16], [0, 16]]
 
 
-class Mute(Alone):
+class Mute(SingleComm):
     """A world of one in which every word is one too many."""
 
     def _refuse(self, *_: Any) -> Any:
         raise AssertionError("communication in a world of one")
 
-    sum = gather = broadcast = agree = _refuse  # type: ignore[assignment]
+    sum = all_gather = broadcast = agree = _refuse  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(
@@ -346,10 +351,6 @@ def test_the_drawn_order_is_part_of_the_state() -> None:
         assert len(batches) == (8 if "sampler" in options else 7)
 
 
-def endless() -> Iterator[int]:
-    return itertools.cycle(range(5))
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -359,8 +360,6 @@ def endless() -> Iterator[int]:
         ({"batch_sampler": [[0], 3]}, "list gave 3, which is not a list of whole numbers"),
         ({"batch_sampler": [[0, 1], []]}, "list gave an empty batch"),
         ({"sampler": [], "batch_size": 2}, "list drew no samples"),
-        ({"sampler": endless(), "batch_size": 2}, "cycle does not end: 1000001 indices drawn from 5 samples"),
-        ({"batch_sampler": zip(endless(), endless(), strict=True)}, "zip does not end"),
         ({"sampler": [3], "batch_size": 2}, "1 samples for 2 workers"),
     ],
 )
@@ -383,9 +382,158 @@ def test_an_error_in_the_sampler_is_its_own_on_worker_0() -> None:
             epoch(loader)
         return str(error.value)
 
-    own, told = threads.run(2, work, deadline_s=5)
+    own, told = threads.run(2, work, timeout_s=5)
     assert own == "'broken'"
     assert "worker 0 could not draw this epoch's order from Broken" in told
+
+
+class Endless(Sampler[int]):
+    """Permutations without an end, as samplers for training by steps give them."""
+
+    def __init__(self, n: int, seed: int | None = 0) -> None:
+        self.n, self.seed, self.given = n, seed, 0
+
+    def __iter__(self) -> Iterator[int]:
+        seed = int(torch.empty((), dtype=torch.int64).random_()) if self.seed is None else self.seed
+        g = torch.Generator().manual_seed(seed)
+        while True:
+            for i in torch.randperm(self.n, generator=g).tolist():
+                self.given += 1
+                yield i
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_endless_sampler_starts_at_once_and_is_drawn_in_stretches(
+    world_size: int, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "_STRETCH", 64)
+    monkeypatch.setattr(sampling, "READ_AHEAD", 16)
+    most = 100
+
+    def work(comm: Any) -> Any:
+        sampler = Endless(10)
+        loader = prepared(DataLoader(range(10), 4, sampler=sampler, num_workers=processes), comm)  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            len(loader)
+        seen = epoch(loader, most)
+        held = [len(stretch) for _, stretch in loader._from.order._held]  # type: ignore[attr-defined]
+        return seen, sampler.given, held
+
+    results = threads.run(world_size, work, timeout_s=20)
+    batches = joined([seen for seen, _, _ in results])
+    assert [i for batch in batches for i in batch] == list(itertools.islice(Endless(10), 4 * most))
+    for rank, (_, drawn, held) in enumerate(results):
+        assert held == [16, 16]
+        assert drawn <= 4 * (most + 3 * 16) if rank == 0 else drawn == 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_very_long_epoch_begins_with_its_first_samples(world_size: int) -> None:
+    """minGPT: RandomSampler(dataset, replacement=True, num_samples=int(1e10))."""
+
+    def work(comm: Any) -> Any:
+        sampler = RandomSampler(range(1000), replacement=True, num_samples=10**10)
+        loader = prepared(DataLoader(range(1000), 64, sampler=sampler), comm)  # type: ignore[arg-type]
+        assert len(loader) == 156_250_000
+        assert "drawn by RandomSampler" in loader.describe()
+        return epoch(loader, 3)
+
+    assert [len(batch) for batch in joined(threads.run(world_size, work))] == [64] * 3
+
+
+@pytest.mark.parametrize("n", [63, 64, 65, 128, 150, 192])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_long_epoch_without_a_length_ends_where_its_sampler_does(
+    n: int, drop_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "_STRETCH", 64)
+    monkeypatch.setattr(sampling, "READ_AHEAD", 4)
+
+    class Unsized(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(n))
+
+    def source() -> Any:
+        return DataLoader(range(n), 8, sampler=Unsized(), drop_last=drop_last)  # type: ignore[arg-type]
+
+    def work(comm: Any) -> Any:
+        loader = prepared(source(), comm)
+        return [epoch(loader), epoch(loader)]
+
+    results = threads.run(2, work)
+    used = n - n % 8 if drop_last else n
+    for e in range(2):
+        batches = joined([r[e] for r in results])
+        assert [i for batch in batches for i in batch] == list(range(used))
+        assert [batch.last for _, batch in results[0][e]] == [False] * (len(batches) - 1) + [True]
+
+
+def test_an_endless_batch_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "READ_AHEAD", 4)
+    monkeypatch.setattr(sampling, "_STRETCH", 256 * 8)
+
+    def work(comm: Any, batch: Any) -> Any:
+        cut = BatchSampler(Endless(10), 3, False)
+        return epoch(prepared(DataLoader(range(10), batch_sampler=cut), comm, batch=batch), 60)  # type: ignore[arg-type]
+
+    whole = list(itertools.islice(Endless(10), 180))
+    alike = joined(threads.run(2, lambda comm: work(comm, "global")))
+    assert [i for batch in alike for i in batch] == whole
+    assert {len(batch) for batch in joined(threads.run(2, lambda comm: work(comm, "per_worker")))} == {6}
+
+
+@pytest.mark.parametrize("seed", [0, None])
+@pytest.mark.parametrize("at", [0, 3, 41])
+def test_a_long_epoch_is_resumed(
+    seed: int | None, at: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is drawn again up to where it was; a sampler that draws another order is said to."""
+    monkeypatch.setattr(sampling, "_STRETCH", 64)
+    monkeypatch.setattr(sampling, "READ_AHEAD", 4)
+    states: list[Any] = []
+
+    def first(comm: Any) -> Any:
+        loader = prepared(DataLoader(range(10), 4, sampler=Endless(10, seed)), comm)  # type: ignore[arg-type]
+        seen = epoch(loader, at)
+        states.append(json.loads(json.dumps(loader.state_dict())))
+        return seen
+
+    def second(comm: Any) -> Any:
+        loader = prepared(DataLoader(range(10), 4, sampler=Endless(10, seed)), comm)  # type: ignore[arg-type]
+        loader.load_state_dict(states[0])
+        return epoch(loader, 60)
+
+    before, after = joined(threads.run(2, first)), joined(threads.run(3, second))
+    whole = [i for batch in before + after for i in batch]
+    said = "does not draw the same order again" in capfd.readouterr().err
+    if seed is None and at:
+        assert said
+        return
+    assert not said
+    assert seed is None or whole == list(itertools.islice(Endless(10), 4 * (at + 60)))
+
+
+def test_what_is_read_too_far_ahead_is_refused() -> None:
+    assignment = sampling.Assignment(sampling.Shares(Group.over(SingleComm()), Even()))
+    stretches = iter([sampling.Epoch.even(torch.arange(4), 2, False)] * 3)
+    assignment.epoch = sampling.LongEpoch(next(stretches), lambda: next(stretches, None))
+    assignment.epoch.reach(0)  # this stretch and the next one: four batches
+    batches = iter(assignment)
+    assert list(itertools.islice(batches, 4)) == [[0, 1], [2, 3]] * 2
+    with pytest.raises(UsageError, match="batches ahead"):
+        next(batches)
+
+
+def test_workers_at_their_own_pace_cannot_draw_an_endless_order_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "_STRETCH", 64)
+    monkeypatch.setattr(sampling, "READ_AHEAD", 4)
+
+    def work(comm: Any) -> Any:
+        loader = prepared(DataLoader(range(10), 2, sampler=Endless(10)), comm, meet=lambda: None)  # type: ignore[arg-type]
+        return epoch(loader, 2)
+
+    assert all("has no end, or a very distant one" in said for said in of_all(2, work))
 
 
 # ------------------------------------------------------------------------------------------ torch's loader
@@ -442,7 +590,7 @@ def test_options_of_the_loader_are_kept() -> None:
     inner = prepared(source)._from.inner  # type: ignore[attr-defined]
     for name in (
         *("dataset", "num_workers", "collate_fn", "timeout", "worker_init_fn", "multiprocessing_context"),
-        *("generator", "prefetch_factor", "persistent_workers", "pin_memory", "pin_memory_device", "in_order"),
+        *("prefetch_factor", "persistent_workers", "pin_memory", "pin_memory_device", "in_order"),
     ):
         assert getattr(inner, name) == getattr(source, name), name
     assert next(iter(prepared(DataLoader(range(8), 4, collate_fn=list)))) == [0, 1, 2, 3]  # type: ignore[arg-type]
@@ -450,9 +598,9 @@ def test_options_of_the_loader_are_kept() -> None:
 
 
 def test_loader_processes_of_different_workers_and_epochs_have_different_random_streams() -> None:
-    class Rank(Alone):
+    class Rank(SingleComm):
         def __init__(self, rank: int) -> None:
-            self.rank, self.world = rank, 2
+            self.rank, self.world_size = rank, 2
 
     seeds = []
     for rank in range(2):
@@ -520,19 +668,19 @@ def divide(_: int) -> None:
 def test_a_stream_is_split_like_everything_else(n: int, drop_last: bool) -> None:
     source = lambda: DataLoader(Stream(n), batch_size=4, drop_last=drop_last)  # noqa: E731
     whole = [b.tolist() for b in source()]
-    for world in (1, 2, 3, 4):
-        assert together(world, source, epochs=2) == [whole, whole]
+    for world_size in (1, 2, 3, 4):
+        assert together(world_size, source, epochs=2) == [whole, whole]
     ends = threads.run(2, lambda comm: epoch(prepared(source(), comm)))
     assert not any(batch.last or batch.indices for worker in ends for _, batch in worker)
 
 
 def test_a_stream_in_loader_processes_is_divided_by_the_user_as_always() -> None:
-    class Rank(Alone):
+    class Rank(SingleComm):
         def __init__(self, rank: int) -> None:
-            self.rank, self.world = rank, 2
+            self.rank, self.world_size = rank, 2
 
-        def gather(self, x: Any) -> Any:
-            return super().gather(x.repeat(2))  # the other worker says the same
+        def all_gather(self, x: Any) -> Any:
+            return super().all_gather(x.repeat(2))  # the other worker says the same
 
     source = lambda: DataLoader(Stream(16), 4, num_workers=2, worker_init_fn=divide)  # noqa: E731
     whole = [b.tolist() for b in source()]
@@ -657,7 +805,7 @@ def test_a_bad_weight_on_one_worker_is_an_error_on_all(weight: Any) -> None:
             epoch(loader)
         return str(error.value)
 
-    told, own = threads.run(2, work, deadline_s=5)
+    told, own = threads.run(2, work, timeout_s=5)
     assert "no batch 0 of epoch 0 from worker 1" in told
     assert "the weight function gave" in own or "could not convert" in own
 
@@ -981,7 +1129,7 @@ def test_a_closed_gate_ends_everything() -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "source", "says"),
+    ("world_size", "source", "says"),
     [
         (
             2,
@@ -1006,8 +1154,8 @@ def test_a_closed_gate_ends_everything() -> None:
         (2, lambda: [1], "batches of each worker's own list, taken as split by you (batch='per_worker')"),
     ],
 )
-def test_describe(world: int, source: Source, says: str) -> None:
-    assert threads.run(world, lambda comm: prepared(source(), comm).describe()) == [says] * world
+def test_describe(world_size: int, source: Source, says: str) -> None:
+    assert threads.run(world_size, lambda comm: prepared(source(), comm).describe()) == [says] * world_size
 
 
 def test_describe_many_different_shares() -> None:
@@ -1015,8 +1163,8 @@ def test_describe_many_different_shares() -> None:
         def shares(self, seconds: Any, batch: int) -> list[int]:
             return list(range(1, len(seconds) + 1))
 
-    class Many(Alone):
-        world = 64
+    class Many(SingleComm):
+        world_size = 64
 
     loader = prepared(plain(5000, 2080)(), Many(), balance=Steps())
     assert "global batch 2080 = 64 workers x 1 to 64 samples" in loader.describe()
@@ -1027,3 +1175,158 @@ def test_what_user_code_looks_at() -> None:
     loader = prepared(DataLoader(data, 4), batch="per_worker")  # type: ignore[arg-type]
     assert loader.dataset is data
     assert loader.batch_size == 4
+
+
+class Migrated(Dataset[int]):
+    """A data set that says what its processes draw."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, i: int) -> tuple[int, float]:
+        return i, float(torch.rand(()))
+
+
+def test_a_prepared_loader_has_a_dataloaders_attributes() -> None:
+    generator = torch.Generator().manual_seed(5)
+    source = DataLoader(Migrated(), 4, shuffle=True, num_workers=2, drop_last=True, generator=generator)
+    loader: Any = prepared(source)
+    for name, value in vars(source).items():
+        if not name.startswith("_"):
+            assert getattr(loader, name) is value, name
+    for name in ("sampler", "batch_sampler", "num_workers", "collate_fn", "drop_last", "generator", "timeout"):
+        assert getattr(loader, name) is getattr(source, name), name
+    assert loader.multiprocessing_context is None
+    assert isinstance(loader.sampler, RandomSampler)
+    assert not hasattr(loader, "no_such_thing")
+    with pytest.raises(AttributeError, match="DataLoader has no attribute 'no_such_thing'"):
+        _ = loader.no_such_thing
+    with pytest.raises(UsageError, match="num_workers of a prepared loader cannot be changed"):
+        loader.num_workers = 0
+    loader.note = "the user's own"
+    assert loader.note == "the user's own"
+
+    class Odd(list[Any]):
+        epoch, weight, group = 7, 8, 9
+
+    assert len(prepared(Odd([torch.ones(2)]))) == 1
+
+
+def test_set_epoch_of_a_migrated_script_does_no_harm() -> None:
+    """DDP's habit: loader.sampler.set_epoch(e) at the beginning of every epoch."""
+
+    def epochs(tell: Callable[[Any, int], None]) -> list[list[int]]:
+        loader = prepared(plain(20, 4, shuffle=True)(), seed=3)
+        seen = []
+        for e in range(3):
+            tell(loader, e)
+            seen.append([i for data, _ in epoch(loader) for i in data.tolist()])
+        return seen
+
+    want = epochs(lambda loader, e: None)
+    assert len({str(order) for order in want}) == 3
+    for name in ("sampler", "batch_sampler"):
+        assert epochs(lambda loader, e, name=name: getattr(loader, name).set_epoch(e)) == want  # type: ignore[misc]
+    assert epochs(lambda loader, e: loader.batch_sampler.sampler.set_epoch(e)) == want
+    source = plain(20, 4, shuffle=True)()
+    for _ in range(2):  # prepared again: the newest loader listens
+        loader: Any = prepared(source, seed=3)
+        loader.sampler.set_epoch(2)
+        assert loader.epoch == 2
+        loader.set_epoch(1)
+        assert loader.epoch == 1
+
+
+def test_the_seed_of_a_generator_counts() -> None:
+    def order(seed: int, **options: Any) -> Any:
+        g = torch.Generator().manual_seed(seed)
+        if options.pop("in_sampler", False):
+            options["sampler"] = RandomSampler(options.setdefault("data", range(20)), generator=g)
+        else:
+            options |= {"shuffle": True, "generator": g}
+        return together(
+            2,
+            lambda: DataLoader(options.get("data", range(20)), 4, **{k: v for k, v in options.items() if k != "data"}),
+        )
+
+    assert order(1) == order(1) != order(2)
+    assert order(1) == order(1, in_sampler=True)
+
+    def seeded_by_rank(comm: Any) -> Any:
+        g = torch.Generator().manual_seed(comm.rank)
+        return epoch(prepared(DataLoader(range(20), 4, shuffle=True, generator=g), comm))  # type: ignore[arg-type]
+
+    assert joined(threads.run(2, seeded_by_rank)) == order(0)[0], "worker 0's counts"
+    one_has_none = lambda comm: DataLoader(range(20), 4, generator=torch.Generator() if comm.rank else None)  # noqa: E731
+    assert all("generator" in said for said in of_all(2, lambda comm: prepared(one_has_none(comm), comm)))  # type: ignore[arg-type]
+
+
+def test_loader_processes_draw_other_numbers_on_each_worker_although_a_generator_is_given() -> None:
+    class Rank(SingleComm):
+        def __init__(self, rank: int) -> None:
+            self.rank, self.world_size = rank, 2
+
+    drawn = []
+    for rank in range(2):
+        g = torch.Generator().manual_seed(0)
+        loader = prepared(DataLoader(Migrated(), 8, num_workers=1, generator=g), Rank(rank))
+        drawn += [x for (_, numbers), _ in epoch(loader, 2) for x in numbers.tolist()]
+    assert len(set(drawn)) == len(drawn)
+
+
+class Shuffling(IterableDataset[tuple[int, float]]):
+    """A stream that shuffles itself with the numbers of the process, as WebDataset's and many others do."""
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        for i in torch.randperm(12).tolist():
+            yield i, random.random()
+
+
+def mixed_up(samples: list[tuple[int, float]]) -> tuple[Any, Any, Any]:
+    """A collate function that draws a factor, and a number for each sample."""
+    indices, numbers = zip(*samples, strict=True)
+    return torch.tensor(indices), numbers, torch.rand(1 + len(samples)).tolist()
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_stream_that_shuffles_itself_is_read_alike_by_all(processes: int) -> None:
+    """Threads share the process's streams, so each worker is run by itself, with its own numbers before it."""
+
+    def run(rank: int, before: int) -> list[Any]:
+        class Rank(SingleComm):
+            def __init__(self) -> None:
+                self.rank, self.world_size = rank, 2
+
+            def all_gather(self, x: Any) -> Any:
+                class Done:
+                    def wait(self) -> Any:
+                        return torch.stack([x, x])
+
+                return Done()
+
+        torch.manual_seed(before)
+        random.seed(before)
+        loader = prepared(DataLoader(Shuffling(), 5, num_workers=processes, collate_fn=mixed_up), Rank(), seed=4)
+        seen = []
+        for indices, numbers, factors in itertools.islice(loader, 2):
+            torch.rand(before)  # a dropout of the training
+            seen.append((indices.tolist(), numbers, factors))
+        return seen
+
+    with torch.random.fork_rng(devices=()):
+        state = random.getstate()
+        zero, one = run(0, 1), run(1, 2)
+        random.setstate(state)
+    indices = [i for worker in (zero, one) for batch, _, _ in worker for i in batch]
+    assert len(set(indices)) == len(indices) == 10, "a sample was read by both workers, or by none"
+    factors = [x for worker in (zero, one) for _, _, drawn in worker for x in drawn]
+    assert len(set(factors)) == len(factors), "two workers mixed alike"
+
+
+def test_what_a_process_that_is_not_forked_gets_can_be_sent_to_it() -> None:
+    def work(comm: Any) -> Any:
+        loader: Any = prepared(DataLoader(Stream(9), 4), comm)
+        again = pickle.loads(pickle.dumps(loader._from.inner.collate_fn))
+        return again([0, 1, 2, 3])[1].tolist()
+
+    assert threads.run(2, work) == [[0, 1], [2, 3]]

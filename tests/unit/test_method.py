@@ -10,10 +10,11 @@ import torch
 
 import paceline
 from paceline import registry
+from paceline.core.facts import Fact
+from paceline.core.parts import Part, Reduced, Reducer, Sync
 from paceline.errors import MethodError
 from paceline.knobs import knob
 from paceline.method import Method, method
-from paceline.parts import Part, Reduced, Reducer, Sync
 from paceline.reducers.exact import Exact
 from paceline.reducers.half import Half
 from rig import alone, data, train
@@ -30,7 +31,7 @@ def outside():
 
         name: ClassVar[str] = "thrifty"
         formula: ClassVar[str] = "2·n·s·(W−1)/W"
-        gives: ClassVar[frozenset[str]] = frozenset({"exact mean"})
+        gives: ClassVar[frozenset[Fact]] = frozenset({Fact.EXACT_MEAN})
         pieces: int = knob(2, "in how many pieces the vector travels", unit="pieces", low=1, high=64)
         style: Literal["plain", "fancy"] = knob("plain", "nothing at all")
         ratio: float = knob(0.5, "nothing either", above=0.0, high=1.0)
@@ -47,8 +48,8 @@ def outside():
 def test_a_part_from_outside_is_used_like_any_other(outside):
     assert "thrifty" in registry.parts("reducer")
     batches = data(6)
-    for world in (1, 2, 3):
-        for result in train(world, batches, spec="thrifty", knobs={"pieces": 3}):
+    for world_size in (1, 2, 3):
+        for result in train(world_size, batches, spec="thrifty", knobs={"pieces": 3}):
             torch.testing.assert_close(result, alone(batches), rtol=2e-6, atol=2e-6)
     assert str(method("thrifty", pieces=3)) == "thrifty(pieces=3)"
 
@@ -122,17 +123,17 @@ def test_facts_decide_what_goes_together():
     @dataclass(kw_only=True)
     class Loner(Sync):
         name: ClassVar[str] = "loner"
-        refuses: ClassVar = {"leftover": "it has nowhere to put leftovers; use exact"}
+        refuses: ClassVar = {Fact.LEFTOVER: "it has nowhere to put leftovers; use exact"}
 
     @dataclass(kw_only=True)
     class Needy(Reducer):
         name: ClassVar[str] = "needy"
-        needs: ClassVar = {"a golden spoon": "it eats nothing else; add one"}
+        needs: ClassVar = {Fact.WHOLE_MATRICES: "it eats nothing else; add one"}
 
     Method(sync=Loner())
     with pytest.raises(MethodError, match=r"loner does not go together with half.*\n.*nowhere to put leftovers"):
         Method(sync=Loner(), reducer=Half())
-    with pytest.raises(MethodError, match="needy needs a golden spoon"):
+    with pytest.raises(MethodError, match="needy needs whole matrices"):
         Method(reducer=Needy())
 
 

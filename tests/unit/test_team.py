@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from paceline.stores.crew import Crew
+from paceline.offload.host_threads import HostThreads
 
 SOON_S = 20.0
 
@@ -14,7 +14,7 @@ SOON_S = 20.0
 def test_who_is_slow_does_less():
     """One thread is stuck in its first stretch until all the others are done: the rest of the team does them."""
     buckets, done, others = 6, threading.Semaphore(0), threading.Semaphore(0)
-    crew, stuck = Crew(2), threading.Lock()
+    crew, stuck = HostThreads(2), threading.Lock()
     late: list[bool] = []
 
     def work(start, stop):
@@ -37,7 +37,7 @@ def test_every_element_is_somebodys_once(n):
         with lock:
             seen.extend(range(start, stop))
 
-    Crew(3).all(n, work)
+    HostThreads(3).all(n, work)
     assert sorted(seen) == list(range(n))
 
 
@@ -46,4 +46,4 @@ def test_the_first_error_is_told():
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        Crew(2).all(4096, work)
+        HostThreads(2).all(4096, work)

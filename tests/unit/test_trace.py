@@ -12,26 +12,37 @@ import pytest
 import torch
 from torch import nn
 
+import paceline
 import processes
-from paceline import api
-from paceline.bucket import Bucket
-from paceline.cutting import cut
-from paceline.parts import Sync
-from paceline.race import timeline
-from paceline.telemetry import Hello, Recorder, Step
-from paceline.telemetry import read as read_events
-from paceline.trace import chrome, tape
-from paceline.trace.comm import TracedLane, bucket_in_hand
-from paceline.trace.exchanges import exchanges, in_rows
-from paceline.trace.recorder import TracedRecorder
-from paceline.trace.tape import COMPUTE, WAITS, Span, Tape, Trace
-from paceline.wire.host import HostComm
+from paceline.comm.shared_memory import SharedMemoryComm
+from paceline.comm.single import SingleComm
+from paceline.core.cutting import cut
+from paceline.core.pipeline import Pipeline
+from paceline.session.session import current
+from paceline.telemetry import chrome, tape
+from paceline.telemetry.events import Hello, Step
+from paceline.telemetry.events import read as read_events
+from paceline.telemetry.exchanges import exchanges, in_rows
+from paceline.telemetry.recorder import Recorder
+from paceline.telemetry.tape import COMPUTE, WAITS, Span, Tape, Trace
+from paceline.telemetry.traced_comm import TracedComm
+from paceline.telemetry.traced_recorder import TracedRecorder
+from paceline.tools.race import timeline
 
-LANES = ("gradients 0", "background 0")
+LANES = ("gradients 0", "gradients 0 (background)")
 
 
 def hello(rank: int = 0, **other: Any) -> Hello:
-    told = {"t": 100.0, "unix": 1e9, "world": 2, "method": "exact", "host": "h", "pid": 1, "torch": "2", "threads": 1}
+    told = {
+        "t": 100.0,
+        "unix": 1e9,
+        "world_size": 2,
+        "method": "exact",
+        "host": "h",
+        "pid": 1,
+        "torch": "2",
+        "threads": 1,
+    }
     return Hello(rank=rank, parameters=1, **(told | other))
 
 
@@ -120,35 +131,25 @@ def test_a_worker_that_never_said_who_it_is_leaves_nothing(tmp_path: Path) -> No
 
 
 def test_whose_bytes_they_are() -> None:
-    """The nearest coroutine that was given a bucket, or part that has one in hand; nobody else's `b` counts."""
-    import sys
-
+    """An operation is about the bucket whose coroutine started it; outside of the pipeline about none."""
     buckets = list(cut([("w", nn.Parameter(torch.ones(4))), ("v", nn.Parameter(torch.ones(400)))], 2, cap_bytes=64))
-    found: list[Bucket | None] = []
+    tape = Tape(9)
+    tape.running = True
+    comm, pipeline = TracedComm(SingleComm(), tape), Pipeline(tape.about)
 
-    def look() -> None:
-        found.append(bucket_in_hand(sys._getframe()))
+    async def mean() -> None:
+        await comm.mean(torch.ones(3))
 
-    async def mean(b: Bucket) -> None:
-        look()
-
-    class Rounds(Sync):
-        def begin(self) -> None:
-            for b in buckets:
-                assert b
-                look()
-
-    def vote(b: Bucket) -> None:
-        look()
-
-    def drive(b: Bucket) -> None:
-        with pytest.raises(StopIteration):
-            mean(buckets[0]).send(None)
-
-    drive(buckets[1])
-    Rounds().begin()
-    vote(buckets[0])
-    assert found == [buckets[0], *buckets, None]
+    for b in buckets:
+        pipeline.start(mean(), b)
+    pipeline.drain()
+    comm.sum(torch.ones(1)).wait()
+    assert [(s.name, s.bucket, s.first) for s in tape.spans()] == [
+        ("mean", 0, "v"),
+        ("mean", 1, "w"),
+        ("sum", None, ""),
+    ]
+    assert all(s.end for s in tape.spans())
 
 
 # ------------------------------------------------------------------------------------------------ the drawing
@@ -235,17 +236,19 @@ def _train(rank: int, method: str, knobs: dict[str, Any], steps: int) -> list[An
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = torch.utils.data.TensorDataset(torch.randn(16 * steps, 8), torch.randint(0, 2, (16 * steps,)))
     loader = torch.utils.data.DataLoader(data, batch_size=16)
-    model, optimizer, loader = api.prepare(model, optimizer, loader, method=method, bucket_mb=0.01, **knobs)
+    model, optimizer, loader = paceline.prepare(model, optimizer, loader, method=method, bucket_mb=0.01, **knobs)
     for x, y in loader:
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-    session = api._session
+    session = current()
     assert session is not None
-    kinds = [type(session.recorder).__name__, *(type(lane).__name__ for lane in session.world.lanes)]
+    kinds = [type(session.recorder).__name__, *(type(lane).__name__ for lane in session.group.lanes.values())]
     spans = list(session.tape.spans()) if session.tape else []
-    on_tape = {lane.name: sum(s.sent or 0 for s in spans if s.track == lane.name) for lane in session.world.lanes}
-    return [kinds, [(lane.sent, on_tape[lane.name]) for lane in session.world.lanes if lane.name in LANES]]
+    on_tape = {
+        lane.name: sum(s.sent or 0 for s in spans if s.track == lane.name) for lane in session.group.lanes.values()
+    }
+    return [kinds, [(lane.sent, on_tape[lane.name]) for lane in session.group.lanes.values() if lane.name in LANES]]
 
 
 METHODS: list[tuple[str, dict[str, Any]]] = [
@@ -265,7 +268,7 @@ def test_a_real_run(method: str, knobs: dict[str, Any], tmp_path: Path) -> None:
     steps = 12
     env = {"PACELINE_TRACE": str(tmp_path), "PACELINE_EVENTS": str(tmp_path)}
     for kinds, sent in processes.values(processes.run(2, _train, method, knobs, steps, env=env)):
-        assert set(kinds) == {"TracedRecorder", "TracedHostComm"}
+        assert set(kinds) == {"TracedRecorder", "TracedComm"}
         assert all(counted == seen for counted, seen in sent)
         assert any(counted for counted, _ in sent)
     traces = tape.read(tmp_path)
@@ -291,10 +294,29 @@ def test_a_real_run(method: str, knobs: dict[str, Any], tmp_path: Path) -> None:
                 assert all(x.end <= wait.end for x in travelled if x.operations[0].step == wait.step)
 
 
+@pytest.mark.slow
+def test_pushes_to_a_server_and_pulls_from_it_are_traced(tmp_path: Path) -> None:
+    steps = 4
+    env = {"PACELINE_TRACE": str(tmp_path), "PACELINE_EVENTS": str(tmp_path)}
+    processes.values(processes.run(2, _train, "parameter_server", {}, steps, env=env))
+    for told in tape.read(tmp_path):
+        spans = [s for s in told.spans if s.track.startswith("servers of ") and s.step < steps]
+        assert all(s.end >= s.begin > 0 for s in spans)
+        pushes = [s for s in spans if s.name == "push" and s.step > 0]  # in step 0 worker 0 also sends its weights
+        pulls = [s for s in spans if s.name == "pull"]
+        assert [s.step for s in pushes] == list(range(1, steps))
+        assert len({s.sent for s in pushes}) == 1
+        events = [e for e in read_events(tmp_path / f"worker-{told.worker.rank}.jsonl") if isinstance(e, Step)]
+        assert all((s.sent or 0) <= events[s.step].sent for s in pushes)
+        assert (pushes[0].sent or 0) > 4 * 64 * 64
+        assert {s.step for s in pulls} >= set(range(steps))
+        assert all(s.sent == 0 for s in pulls)
+
+
 def test_nothing_is_different_where_nobody_asked(tmp_path: Path) -> None:
     env = {"PACELINE_EVENTS": str(tmp_path)}
     for kinds, _ in processes.values(processes.run(2, _train, "exact", {}, 2, env=env)):
-        assert set(kinds) == {Recorder.__name__, HostComm.__name__}
+        assert set(kinds) == {Recorder.__name__, SharedMemoryComm.__name__}
     assert tape.read(tmp_path) == []
     assert not list(tmp_path.glob("trace*"))
 
@@ -302,11 +324,11 @@ def test_nothing_is_different_where_nobody_asked(tmp_path: Path) -> None:
 def _lands(rank: int) -> list[float]:
     """Both workers start an operation; nobody asks for it."""
     _train(rank, "exact", {}, 1)
-    session = api._session
+    session = current()
     assert session is not None
     assert session.tape is not None
-    lane = next(lane for lane in session.world.lanes if lane.name == "user")
-    assert isinstance(lane, TracedLane)
+    lane = session.group.lane("user")
+    assert isinstance(lane, TracedComm)
     x = torch.ones(1000)
     handle, end = lane.mean(x), time.monotonic() + 30
     span = next(s for s in session.tape.spans() if s.track == "user")
@@ -314,7 +336,7 @@ def _lands(rank: int) -> list[float]:
         time.sleep(0.001)
     asked = time.monotonic()
     handle.wait()
-    scattered = lane.scatter_mean(x)  # gloo tells nobody of its end
+    scattered = lane.reduce_scatter_mean(x)  # gloo tells nobody of its end
     scattered.wait()
     last = [s for s in session.tape.spans() if s.track == "user"][-1]
     return [span.begin, span.end, asked, asked, last.end, time.monotonic()]

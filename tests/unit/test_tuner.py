@@ -13,14 +13,14 @@ from torch.nn.functional import cross_entropy
 
 import threads
 from paceline.errors import DataError, UsageError
-from paceline.tuner import CANDIDATES, RUN_OFF, Tuner
+from paceline.session.tuner import CANDIDATES, RUN_OFF, Tuner
 from rig import Rig, data, mlp, same, sgd, weights
 
 QUICK = {"candidates": 5, "window": 2}
 STEPS = (5 + RUN_OFF) * 4 + 3
 
 
-def tuned(world, spec, path, *, tuner=None, steps=STEPS, **knobs):
+def tuned(world_size, spec, path, *, tuner=None, steps=STEPS, **knobs):
     """Trained with a tuner: (weights, the values it ended with, every cut) of each worker."""
 
     def work(comm):
@@ -28,7 +28,7 @@ def tuned(world, spec, path, *, tuner=None, steps=STEPS, **knobs):
         opt = sgd(model)
         one = Rig(comm, model, opt, spec=spec, knobs=knobs)
         own = (tuner or Tuner)(one.engine, path, **QUICK)
-        one.engine.look = own.forward
+        one.engine.on_forward(own.forward)
         cuts = []
         for x, y in data(steps):
             x, y = one.take(x, y)
@@ -39,7 +39,7 @@ def tuned(world, spec, path, *, tuner=None, steps=STEPS, **knobs):
         model.state_dict()
         return weights(model), own.values, cuts
 
-    return threads.run(world, work)
+    return threads.run(world_size, work)
 
 
 @pytest.mark.parametrize("spec", ["backward", "priority"])
@@ -200,9 +200,10 @@ for x in loader:
 """
 
 
+@pytest.mark.slow
 def test_from_the_command_line(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT.format(steps=(CANDIDATES + RUN_OFF) * 10 + 2))
-    command = [sys.executable, "-m", "paceline.cli.main", "run", "-n", "2", "--method", "priority"]
+    command = [sys.executable, "-m", "paceline.tools.cli.main", "run", "-n", "2", "--method", "priority"]
     command += ["--set", "tuned=tuned.json", "train.py"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     first = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=env)

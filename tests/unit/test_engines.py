@@ -8,7 +8,7 @@ import weakref
 import pytest
 
 import threads
-from paceline.pack import Pack
+from paceline.core.engines import Engines
 from rig import Rig, adamw, data, loop, mlp
 
 
@@ -18,7 +18,7 @@ class Engine:
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_pack_of_one_worker_keeps_nobody(alone):
-    pack, engine, other = Pack(alone=alone), Engine(), Engine()
+    pack, engine, other = Engines(alone=alone), Engine(), Engine()
     pack.append(engine)
     pack.append(other)
     assert [*pack] == [engine, other]
@@ -30,10 +30,10 @@ def test_a_pack_of_one_worker_keeps_nobody(alone):
 
 @pytest.mark.filterwarnings("ignore:paceline")
 @pytest.mark.parametrize(
-    ("world", "spec"),
+    ("world_size", "spec"),
     [(1, "exact"), (1, "zero2"), (1, "zero3"), (2, "exact"), (2, "priority"), (2, "zero3"), (2, "powersgd")],
 )
-def test_an_engine_goes_with_the_model_and_the_optimizer(world, spec):
+def test_an_engine_goes_with_the_model_and_the_optimizer(world_size, spec):
     def work(comm):
         model = mlp()
         optimizer = adamw(model)
@@ -41,6 +41,6 @@ def test_an_engine_goes_with_the_model_and_the_optimizer(world, spec):
         loop(data(4), model, optimizer, rig.take)
         return [weakref.ref(x) for x in (rig.engine, model, optimizer)]
 
-    results = threads.run(world, work)
+    results = threads.run(world_size, work)
     gc.collect()
-    assert [[ref() for ref in refs] for refs in results] == [[None] * 3] * world
+    assert [[ref() for ref in refs] for refs in results] == [[None] * 3] * world_size

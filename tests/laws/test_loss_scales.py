@@ -1,0 +1,45 @@
+"""GradScaler where workers train alone: scales are agreed on with the weights, and an unknown one is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import threads
+from paceline.errors import UsageError
+from rig import Rig, data, mlp, sgd
+
+
+def scaler():
+    return torch.amp.GradScaler("cpu", init_scale=4096.0, growth_interval=100)
+
+
+def train(comm, spec, *, handed, knobs, steps=8):
+    model = mlp()
+    opt, mine = sgd(model), scaler()
+    one = Rig(comm, model, opt, spec=spec, knobs=knobs, scaler=mine if handed else None)
+    for step, (x, y) in enumerate(data(steps)):
+        x, y = one.take(x, y)
+        x = x * float("inf") if comm.rank == 1 and step == 2 else x
+        mine.scale(cross_entropy(model(x), y)).backward()
+        mine.step(opt)
+        mine.update()
+        opt.zero_grad()
+    one.engine.settle()
+    return mine.get_scale()
+
+
+def test_scales_are_agreed_on_where_weights_are():
+    assert threads.run(2, lambda comm: train(comm, "local_sgd", handed=True, knobs={"every": 4})) == [2048.0, 2048.0]
+
+
+@pytest.mark.parametrize(("spec", "knobs"), [("local_sgd", {"every": 4}), ("topk", {})])
+def test_one_that_was_not_handed_over_is_refused(spec, knobs):
+    with pytest.raises(UsageError, match="needs to know your GradScaler"):
+        threads.run(2, lambda comm: train(comm, spec, handed=False, knobs=knobs))
+
+
+@pytest.mark.parametrize("spec", ["exact", "priority"])
+def test_where_it_need_not_be_known_all_scales_stay_equal(spec):
+    assert threads.run(2, lambda comm: train(comm, spec, handed=False, knobs={})) == [2048.0, 2048.0]

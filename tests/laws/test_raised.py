@@ -1,0 +1,173 @@
+"""A backward that raises, and is caught: it leaves nothing behind, on whichever worker it happened."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+from torch.nn.functional import cross_entropy
+
+import threads
+from paceline.errors import MismatchError
+from rig import Rig, close, data, mlp, same, sgd, weights
+
+AT = 2  # the step in which it happens
+
+
+class Trap:
+    """Raises in the middle of a backward, once it is armed."""
+
+    def __init__(self, model):
+        self.armed = False
+        model[2].weight.register_hook(self)  # the last layer's gradients are there by then, the first's are not
+
+    def __call__(self, grad):
+        if self.armed:
+            raise MemoryError("out of memory, say")
+
+
+def trained(world_size, spec="exact", *, who=(0, 1, 2), knobs=None, retry=False, again=False, **rig):
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        trap = Trap(model)
+        one = Rig(comm, model, opt, spec=spec, knobs=knobs, **rig)
+        for step, (x, y) in enumerate(data(6)):
+            x, y = one.take(x, y)
+            trap.armed = step == AT and comm.rank in who
+            loss = cross_entropy(model(x), y)
+            try:
+                loss.backward(retain_graph=again)
+            except MemoryError:
+                trap.armed = False
+                if again:  # the same graph once more: no forward comes before
+                    loss.backward()
+                elif retry:  # in two halves, as one does when memory is short
+                    for half, labels in zip(x.chunk(2), y.chunk(2), strict=True):
+                        (cross_entropy(model(half), labels) / 2).backward()
+                else:
+                    continue
+            opt.step()
+            opt.zero_grad()
+        one.engine.settle()
+        return weights(model)
+
+    with warnings.catch_warnings(action="ignore"):
+        return threads.run(world_size, work)
+
+
+def plain(leave_out=True):
+    model = mlp()
+    opt = sgd(model)
+    for step, (x, y) in enumerate(data(6)):
+        if step == AT and leave_out:
+            continue
+        cross_entropy(model(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+    return weights(model)
+
+
+EXACT = [
+    ("exact", {}),
+    ("priority", {}),
+    ("zero1", {}),
+    ("zero2", {}),
+    ("topk", {"ratio": 1.0}),
+    ("delayed", {"staleness": 0}),
+    ("local_sgd", {"every": 1}),
+]
+
+
+@pytest.mark.parametrize(("spec", "knobs"), EXACT, ids=[spec for spec, _ in EXACT])
+def test_on_all_workers(spec, knobs):
+    close(same(trained(3, spec, knobs=knobs)), plain())
+
+
+@pytest.mark.parametrize("spec", ["exact", "priority", "zero2", "topk"])
+@pytest.mark.parametrize("who", [0, 2])
+def test_on_one_worker_no_worker_makes_the_step(spec, who):
+    knobs = {"ratio": 1.0} if spec == "topk" else {}
+    close(same(trained(3, spec, who=(who,), knobs=knobs)), plain())
+
+
+@pytest.mark.parametrize("spec", ["exact", "priority", "zero1"])
+def test_the_batch_once_more_in_halves(spec):
+    close(same(trained(2, spec, retry=True)), plain(leave_out=False))
+
+
+@pytest.mark.parametrize("spec", ["exact", "priority"])
+def test_the_same_graph_once_more(spec):
+    close(same(trained(2, spec, again=True)), plain(leave_out=False))
+
+
+def test_one_worker_that_runs_the_batch_once_more_is_named():
+    with pytest.raises(MismatchError, match=r"worker \d is at (step|batch) \d"):
+        trained(3, who=(1,), retry=True)
+
+
+def test_in_a_window_of_micro_batches_the_others_count():
+    """The third micro-batch of four raises: the step is the mean over the samples of the other three."""
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        one = Rig(comm, model, opt, accumulate=4)
+        trap = Trap(model)
+        for step, (x, y) in enumerate(data(8)):
+            x, y = one.take(x, y)
+            trap.armed = step == AT
+            try:
+                cross_entropy(model(x), y).backward()
+            except MemoryError:
+                trap.armed = False
+            opt.step()
+            opt.zero_grad()
+        return weights(model)
+
+    model = mlp()
+    opt = sgd(model)
+    batches = data(8)
+    for window in (batches[:2] + batches[3:4], batches[4:]):
+        for x, y in window:
+            (cross_entropy(model(x), y) / len(window)).backward()
+        opt.step()
+        opt.zero_grad()
+    with warnings.catch_warnings(action="ignore"):
+        close(same(threads.run(2, work)), weights(model))
+
+
+def test_it_is_said():
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        trap = Trap(model)
+        one = Rig(comm, model, opt)
+        x, y = one.take(*data(1)[0])
+        trap.armed = True
+        with pytest.raises(MemoryError):
+            cross_entropy(model(x), y).backward()
+        trap.armed = False
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            cross_entropy(model(x), y).backward()
+            opt.step()
+        return [str(w.message) for w in said]
+
+    assert any("a backward raised an error and was given up" in text for text in threads.run(2, work)[0])
+
+
+def test_alone_it_is_left_as_it_is():
+    """In a world of one the gradients are the user's own, as in plain PyTorch."""
+    model = mlp()
+    opt = sgd(model)
+    trap = Trap(model)
+    for step, (x, y) in enumerate(data(6)):
+        trap.armed = step == AT
+        try:
+            cross_entropy(model(x), y).backward()
+        except MemoryError:
+            continue
+        opt.step()
+        opt.zero_grad()
+    close(trained(1)[0], weights(model))
