@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels import adam
-from paceline.race.result import header
+from paceline.tools.race.result import header
 
 A = adam.Adam(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, decoupled=True, maximize=False)
 BYTES = 28  # a parameter: p, m and v read and written in fp32, g read and the new p written in bf16

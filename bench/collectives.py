@@ -31,16 +31,16 @@ def worker(turns: dict[int, int]) -> None:
     """In each process. Worker 0 prints what the slowest worker took for each turn, in ms."""
     import torch
 
-    from paceline.comm import DistComm
-    from paceline.environment import Environment
-    from paceline.membership.rendezvous import join
+    from paceline.comm.dist import DistComm
+    from paceline.comm.environment import Environment
+    from paceline.comm.rendezvous import join
 
     torch.set_num_threads(1)
-    world = join(Environment.read(), backend="gloo", deadline_s=120.0)
-    assert world.board is not None
-    own, flat = world.lane("own"), DistComm.create("flat", world.board, 120.0)
-    world.lanes.append(flat)
-    lanes = {"gloo": flat, world.route.way: own}
+    world_size = join(Environment.read(), backend="gloo", timeout_s=120.0)
+    assert world_size.board is not None
+    own, flat = world_size.lane("own"), DistComm.create("flat", world_size.board, 120.0)
+    world_size.lanes.append(flat)
+    lanes = {"gloo": flat, world_size.route.way: own}
     for nbytes, n in turns.items():
         x = torch.zeros(nbytes // 4)
         spent: dict[str, list[float]] = {name: [] for name in lanes}
@@ -50,12 +50,12 @@ def worker(turns: dict[int, int]) -> None:
                 began = time.perf_counter()
                 lane.mean(x).wait()
                 mine = torch.tensor([(time.perf_counter() - began) * 1e3], dtype=torch.float64)
-                slowest = float(lanes["gloo"].gather(mine).wait().max())
+                slowest = float(lanes["gloo"].all_gather(mine).wait().max())
                 if turn >= 2:  # the first ones make connections and pages
                     spent[name].append(slowest)
-        if world.rank == 0:
+        if world_size.rank == 0:
             print(json.dumps({"bytes": nbytes, "ms": spent}), flush=True)
-    world.leave()
+    world_size.leave()
 
 
 def start(ranks: list[int], turns: dict[int, int], prefixes: list[list[str]], env: dict[str, str]) -> list[Any]:
@@ -86,7 +86,7 @@ def on_one_host(workers: int) -> list[Any]:
 
 def between_hosts(ranks: list[int]) -> list[Any]:
     """Two on each host, `ranks` the first host's first."""
-    from paceline.lab.namespaces import Lab, parse_link
+    from paceline.tools.lab.namespaces import Lab, parse_link
 
     with Lab(2, parse_link(LINK)) as lab:
         first = 0 if 0 in ranks[:2] else 1
@@ -125,7 +125,7 @@ def main() -> None:
         return
     from msgspec.structs import asdict
 
-    from paceline.race.result import commit, machine
+    from paceline.tools.race.result import commit, machine
 
     print(f"{'an all-reduce, median':32s} {'size':>6s} {'gloo ms':>9s} {'ours ms':>9s} {'ratio':>6s}")
     found = []

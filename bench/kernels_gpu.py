@@ -25,14 +25,14 @@ import triton
 from torch import Tensor
 
 from paceline import registry
-from paceline.bucket import Bucket
+from paceline.comm.threads import Room, ThreadComm
+from paceline.core.bucket import Bucket
+from paceline.core.pipeline import Pipeline
 from paceline.kernels import gpu
-from paceline.kernels.code import Code
-from paceline.pipeline import Pipeline
-from paceline.threadcomm import Room, ThreadComm
+from paceline.kernels.code import BlockCode
 
-QSGD4, QSGD8 = Code("uniform", 4, 1024, "max"), Code("uniform", 8, 1024, "max")
-NUQSGD, SIGN = Code("powers", 4, 1024, "l2"), Code("sign", 1, 1024, "mean")
+QSGD4, QSGD8 = BlockCode("uniform", 4, 1024, "max"), BlockCode("uniform", 8, 1024, "max")
+NUQSGD, SIGN = BlockCode("powers", 4, 1024, "l2"), BlockCode("sign", 1, 1024, "mean")
 
 
 def main() -> None:
@@ -99,19 +99,19 @@ def row(name: str, bandwidth: float, rounds: int, moved: int, make: Callable[[],
     return line
 
 
-def encoding(x: Tensor, code: Code) -> tuple[int, Callable[[], Callable[[], Any]]]:
+def encoding(x: Tensor, code: BlockCode) -> tuple[int, Callable[[], Callable[[], Any]]]:
     return x.nbytes + code.bytes(x.numel()), lambda: lambda: gpu.encode_blocks(x, code, 12345)
 
 
-def adding(x: Tensor, code: Code, world: int, keep: bool) -> tuple[int, Callable[[], Callable[[], Any]]]:
+def adding(x: Tensor, code: BlockCode, world_size: int, keep: bool) -> tuple[int, Callable[[], Callable[[], Any]]]:
     """keep: error feedback's update, into a copy so that x stays what it is."""
 
     def make() -> Callable[[], Any]:
-        coded = torch.stack([gpu.encode_blocks(x, code, key) for key in range(world)])
-        into, factor = x.clone(), -1.0 if keep else 1 / world
+        coded = torch.stack([gpu.encode_blocks(x, code, key) for key in range(world_size)])
+        into, factor = x.clone(), -1.0 if keep else 1 / world_size
         return lambda: gpu.add_blocks(into, coded, code, factor=factor, keep=keep)
 
-    return (1 + keep) * x.nbytes + world * code.bytes(x.numel()), make
+    return (1 + keep) * x.nbytes + world_size * code.bytes(x.numel()), make
 
 
 def kernels(x: Tensor, rounds: int, bandwidth: float) -> list[dict[str, Any]]:
@@ -131,10 +131,10 @@ def kernels(x: Tensor, rounds: int, bandwidth: float) -> list[dict[str, Any]]:
         measure(f"add_blocks {name}, W=2", *adding(x, code, 2, False))
     measure("add_blocks uniform 4, W=8", *adding(x, QSGD4, 8, False))
 
-    def bytes_of(world: int, keep: bool) -> Callable[[], Callable[[], Any]]:
+    def bytes_of(world_size: int, keep: bool) -> Callable[[], Callable[[], Any]]:
         def make() -> Callable[[], Any]:
-            coded, into = gpu.encode_bytes(x[None]).expand(world, -1).contiguous(), x.clone()
-            return lambda: gpu.add_bytes(into, coded, factor=-1.0 if keep else 1 / world, keep=keep)
+            coded, into = gpu.encode_bytes(x[None]).expand(world_size, -1).contiguous(), x.clone()
+            return lambda: gpu.add_bytes(into, coded, factor=-1.0 if keep else 1 / world_size, keep=keep)
 
         return make
 
@@ -195,8 +195,8 @@ def sweep(x: Tensor, rounds: int, bandwidth: float) -> list[dict[str, Any]]:
         (gpu.ENCODE, "ENCODE", f"encode_blocks {c.levels} {c.bits}", encoding(x, c)) for c in (QSGD4, NUQSGD, SIGN)
     ]
     tried += [
-        (gpu.ADD, "ADD", f"add_blocks uniform 4, W={world}, keep={keep}", adding(x, QSGD4, world, keep))
-        for world, keep in ((1, True), (2, False))
+        (gpu.ADD, "ADD", f"add_blocks uniform 4, W={world_size}, keep={keep}", adding(x, QSGD4, world_size, keep))
+        for world_size, keep in ((1, True), (2, False))
     ]
     for before, which, name, (moved, make) in tried:
         mine = []

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from paceline.learners import Learners
-from paceline.tasks import fashion
+from paceline.learners.learners import Learners
+from paceline.tools.tasks import fashion
 
 TARGET = 0.88
 GRID = {  # batch -> learning rates of one learner
@@ -149,7 +149,7 @@ class Data:
     def __init__(self, folder: str | None, device: torch.device, *, quick: bool) -> None:
         self.real = True
         try:
-            parts = [fashion.images(fashion.find(folder), part).tensors for part in ("train", "t10k")]
+            parts = [fashion.images(fashion.find_data(folder), part).tensors for part in ("train", "t10k")]
         except Exception as error:
             print(f"no Fashion-MNIST, random samples in its place: {error}", flush=True)
             self.real = False

@@ -10,6 +10,10 @@ the GPU but `device_gb`, `auto` chooses, and `nvme` and `auto` may use the disk 
 FOLDER. `plain` is a loop without Paceline, weights and moments in bf16 with no master; `fsdp2` is torch's FSDP2 with
 its CPU offload. The losses of the first steps are kept: all start from the same weights and see the same data.
 
+Where clipping is measured, a case goes on in phases, as `step_s_by_phase` has them: without, with a norm that is never
+reached, with one that is always reached, and without again. --rows may name a row more than once, so that rows can
+take turns.
+
 A host is often shared, and its memory slower in one minute than in another, the first of a machine above all. So each
 row says how many parameters torch's fused AdamW steps in a second there, alone, just before, and keeps in `earlier`
 what was measured when it was run before.
@@ -18,6 +22,7 @@ what was measured when it was run before.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -54,17 +59,22 @@ class Case:
     steps: int = 12
     warmup: int = 3
     limit_s: float = 240.0
+    clips: bool = False  # then with gradients clipped too: `PHASES`
 
     def name(self) -> str:
         return f"{self.size} batch {self.batch} {self.how} {self.knobs if self.knobs != '{}' else ''}".strip()
 
 
+# The largest norm gradients are clipped to: not at all, to one they never have, to one they always have, not at all.
+PHASES: dict[str, float | None] = {"free": None, "clip 1e9": 1e9, "clip 1e-3": 1e-3, "free again": None}
+
 CASES = {  # by what --rows calls them
     "1.4B-device": Case("1.4B", 8, "device"),
     "1.4B-auto": Case("1.4B", 8, "auto"),
-    "1.4B-cpu": Case("1.4B", 8, "cpu"),
-    "1.4B-late": Case("1.4B", 8, "cpu", '{"late": true}'),
-    "1.4B-passing": Case("1.4B", 8, "cpu", '{"undo": false}'),
+    "1.4B-cpu": Case("1.4B", 8, "cpu", clips=True),
+    "1.4B-late": Case("1.4B", 8, "cpu", '{"step": "late"}', clips=True),
+    "1.4B-stream": Case("1.4B", 8, "cpu", '{"step": "stream"}'),
+    "1.4B-on_step": Case("1.4B", 8, "cpu", '{"step": "on_step"}', clips=True),
     "1.4B-nvme": Case("1.4B", 8, "nvme", '{"path": "FOLDER"}', steps=3),
     "1.4B-zero3": Case("1.4B", 8, "cpu", '{"params": "cpu"}'),
     "1.4B-part": Case("1.4B", 8, "cpu", '{"device_gb": 2.5}'),
@@ -72,13 +82,16 @@ CASES = {  # by what --rows calls them
     "1.4B-plain": Case("1.4B", 8, "plain"),
     "1.4B-fsdp2": Case("1.4B", 8, "fsdp2"),
     "1.4B-32-device": Case("1.4B", 32, "device"),
-    "1.4B-32-cpu": Case("1.4B", 32, "cpu"),
+    "1.4B-32-cpu": Case("1.4B", 32, "cpu", clips=True),
+    "1.4B-32-late": Case("1.4B", 32, "cpu", '{"step": "late"}', clips=True),
+    "1.4B-32-stream": Case("1.4B", 32, "cpu", '{"step": "stream"}'),
+    "1.4B-32-on_step": Case("1.4B", 32, "cpu", '{"step": "on_step"}', clips=True),
     "1.4B-32-part": Case("1.4B", 32, "cpu", '{"device_gb": 2.5}'),
     "6.9B-cpu": Case("6.9B", 8, "cpu"),
     "6.9B-part": Case("6.9B", 8, "cpu", '{"device_gb": 60}'),
     "13B-part": Case("13B", 8, "cpu", '{"device_gb": 60}'),
     "13B-auto": Case("13B", 8, "auto", '{"path": "FOLDER"}'),
-    "20B": Case("20B", 8, "auto", '{"path": "FOLDER", "undo": false}', steps=2, warmup=1, limit_s=480.0),
+    "20B": Case("20B", 8, "auto", '{"path": "FOLDER", "step": "stream"}', steps=2, warmup=1, limit_s=480.0),
 }
 
 
@@ -183,7 +196,9 @@ def measure(case: Case, folder: str) -> dict[str, Any]:
     model, optimizer = prepared(case, folder)
     generator = torch.Generator("cuda").manual_seed(1)
     losses, took = [], []
-    for step in range(case.warmup + case.steps):
+    phases = list(PHASES) if case.clips else ["free"]
+    for step in range(case.warmup + case.steps * len(phases)):
+        phase = phases[max(step - case.warmup, 0) // case.steps]
         tokens = torch.randint(VOCABULARY // 64, (case.batch, SEQUENCE + 1), device="cuda", generator=generator)
         torch.cuda.synchronize()
         if step == 1:
@@ -191,14 +206,19 @@ def measure(case: Case, folder: str) -> dict[str, Any]:
         start = time.perf_counter()
         loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
+        if (largest := PHASES[phase]) is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), largest)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
         torch.cuda.synchronize()
         took.append(time.perf_counter() - start)
+    ends = range(case.warmup, len(took) + 1, case.steps)
+    medians = [round(statistics.median(took[a:b]), 4) for a, b in itertools.pairwise(ends)]
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
-        "step_s": round(statistics.median(took[case.warmup :]), 4),
+        "step_s": medians[0],
+        "step_s_by_phase": dict(zip(phases, medians, strict=True)),
         "steps_s": [round(t, 4) for t in took],
         "first_step_after_s": round(ready, 1),
         "gpu_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
@@ -219,17 +239,18 @@ def _most_memory() -> int:
 
 def _where(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """GB of the optimizer's state in each place, where Paceline has it."""
-    from paceline import api
-    from paceline.shards.pieces import Shards
-    from paceline.stores.nvme import OnDisk
+    from paceline.offload.nvme import OnDisk
+    from paceline.session.session import current
 
-    engine = api._session.engines.get(id(optimizer)) if api._session else None
-    if engine is None or not isinstance(layout := engine.method.layout, Shards):
+    engine = current().by_optimizer.get(id(optimizer)) if current() else None
+    if engine is None or not hasattr(engine.method.layout, "offload"):
         return {}
+    offload = engine.method.layout.offload
     places = {"device": 0, "host": 0, "disk": 0}
     for b in engine.buckets:
-        away = layout.offload.of.get(b.index) if layout.offload else None
-        places["device" if away is None else "disk" if isinstance(away.vectors, OnDisk) else "host"] += 12 * b.n
+        offloaded = offload.buckets.get(b.index) if offload else None
+        place = "device" if offloaded is None else "disk" if isinstance(offloaded.vectors, OnDisk) else "host"
+        places[place] += 12 * b.n
     return {place: round(n / 1e9, 2) for place, n in places.items()}
 
 
@@ -254,9 +275,10 @@ def run(case: Case, folder: str, limit_s: float) -> dict[str, Any]:
 def added(row: dict[str, Any], known: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """All rows, this one in the place of the one that was of its case."""
     old = [one for one in known if one["case"] == row["case"]]
+    kept = ("step_s", "step_s_by_phase", "host_gparams_s", "date", "commit")
     earlier = [
         *(reading for one in old for reading in one.get("earlier", [])),
-        *({key: one.get(key) for key in ("step_s", "host_gparams_s", "date", "commit")} for one in old),
+        *({key: one[key] for key in kept if key in one} for one in old),
     ]
     return [one for one in known if one["case"] != row["case"]] + [row | ({"earlier": earlier} if earlier else {})]
 
@@ -275,8 +297,8 @@ def main() -> None:
     if args.one:
         print(json.dumps(measure(Case(**json.loads(args.one)), args.folder)))
         return
-    from paceline.files import write
-    from paceline.race import result
+    from paceline.telemetry.files import write
+    from paceline.tools.race import result
 
     names = [name for name in args.rows.split(",") if name] if not args.case else []
     if unknown := [name for name in names if name not in CASES]:
@@ -293,7 +315,7 @@ def main() -> None:
         print(
             f"{row['case']:44s}",
             row.get("error")
-            or f"{row['step_s']:7.3f} s  {row['gpu_gib']:6.1f} GiB on the GPU, {row['host_gib']:6.1f} on the host"
+            or f"{row['step_s_by_phase']} s  {row['gpu_gib']:6.1f} GiB on the GPU, {row['host_gib']:6.1f} on the host"
             f"  state in GB {row['state_gb']}; host {row['host_gparams_s']} G parameters/s",
             flush=True,
         )

@@ -28,12 +28,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.files import check_writable, write
-from paceline.lab import namespaces
-from paceline.lab.namespaces import parse_link
-from paceline.race import course, result, score
-from paceline.race.course import Contender, Rules
-from paceline.race.network import network
+from paceline.telemetry.files import check_writable, write
+from paceline.tools.lab import namespaces
+from paceline.tools.lab.namespaces import parse_link
+from paceline.tools.race import result, runner, score
+from paceline.tools.race.contenders import Contender
+from paceline.tools.race.network import open_network
+from paceline.tools.race.runner import RaceRules
 
 RATIOS = (0.5, 1.0, 2.0)
 LAYERS = 12
@@ -88,21 +89,21 @@ def contender(name: str, job: Job, sizes: Path) -> Contender:
     return Contender(method, job.command(), knobs, alias=name.replace(" ", "-"))
 
 
-def race(names: Sequence[str], job: Job, link: str, sizes: Path, rules: Rules) -> list[score.Row]:
+def race(names: Sequence[str], job: Job, link: str, sizes: Path, rules: RaceRules) -> list[score.RaceRow]:
     """The rows of all, in the order of their names."""
     racing = [contender(name, job, sizes) for name in names]
-    with network(link, job.workers, None) as links, tempfile.TemporaryDirectory() as folder:
-        if not course.run(racing, rules, links, Path(folder)):
+    with open_network(link, job.workers, None) as links, tempfile.TemporaryDirectory() as folder:
+        if not runner.run(racing, rules, links, Path(folder)):
             raise KeyboardInterrupt
     rows = []
     for name, one in zip(names, racing, strict=True):
         if one.error:
             raise SystemExit(f"{name}: {one.error}")
-        rows.append(score.rows([one.entry(job.workers)], link=link, warmup=rules.warmup)[0])
+        rows.append(score.rows([one.record(job.workers)], link=link, warmup=rules.warmup)[0])
     return rows
 
 
-def measure(job: Job, ratio: float, sizes: Path, rules: Rules) -> list[Cell]:
+def measure(job: Job, ratio: float, sizes: Path, rules: RaceRules) -> list[Cell]:
     floor = race(["floor"], job, "unlimited", sizes, rules)[0]
     floor_ms = floor.step_ms_median or math.nan
     link = f"{max(job.wire_s(1.0) / (ratio * floor_ms / 1e3), 1.0):.0f}mbit"
@@ -156,7 +157,7 @@ def main() -> None:
     if why := namespaces.available():
         raise SystemExit(f"shaped links need the lab: {why}")
     cells: list[Cell] = json.loads(args.out.read_text())["cells"] if args.out.exists() else []
-    rules = Rules(steps=args.steps, warmup=3, turn=args.turn)
+    rules = RaceRules(steps=args.steps, warmup=3, turn=args.turn)
     for workers in map(int, args.workers.split(",")):
         job = Job.of(workers, args.batch, args.width)
         for ratio in map(float, args.ratios.split(",")):

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.files import write
+from paceline.core.parts import Event, Order
 from paceline.orders.backward import Backward
 from paceline.orders.priority import Priority
-from paceline.parts import Event, Order
-from paceline.race import result
+from paceline.telemetry.files import write
+from paceline.tools.race import result
 
 LAYERS, WORKERS, STEPS, WARM, SEEDS = 12, 2, 100, 40, 5
 FORWARD, BACKWARD = 1 / (3 * LAYERS), 2 / (3 * LAYERS)  # of a layer; a step computes for 1

@@ -34,13 +34,13 @@ from typing import Any
 
 import torch
 
-from paceline import files
 from paceline.errors import PacelineError, UsageError
-from paceline.lab import namespaces
-from paceline.lab.namespaces import Lab, parse_link
-from paceline.race import result
-from paceline.race.network import clean_environment
-from paceline.tasks import fashion
+from paceline.telemetry import files
+from paceline.tools.lab import namespaces
+from paceline.tools.lab.namespaces import Lab, parse_link
+from paceline.tools.race import result
+from paceline.tools.race.network import clean_environment
+from paceline.tools.tasks import fashion
 
 HERE = Path(__file__).parent
 WORKERS = 2
@@ -271,7 +271,7 @@ def main() -> None:
     names, conditions = listed(args.peers, tuple(PEERS)), listed(args.conditions, CONDITIONS)
     if why_not := namespaces.available():
         raise UsageError(f"the network lab cannot be made: {why_not}", do="run as root with iproute2")
-    book, data = Book(args.out), fashion.find(args.data)
+    book, data = Book(args.out), fashion.find_data(args.data)
     for condition in conditions:
         for name in (n for n in names if condition in PEERS[n].conditions):
             known, steps = book.find(name, condition, args.seed), limit(book, name, condition, args.seed, args.steps)

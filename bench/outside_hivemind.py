@@ -9,7 +9,7 @@ import argparse
 
 import hivemind
 
-from outside_task import BATCH, Run, arguments, asked, loader, network, rank, sgd, tell, train, world
+from outside_task import BATCH, Run, arguments, asked, loader, network, rank, sgd, tell, train, world_size
 
 
 def join(args: argparse.Namespace) -> hivemind.DHT:
@@ -38,14 +38,14 @@ def main() -> None:
         run_id="fashion",
         params=model.parameters(),
         optimizer=sgd,
-        batch_size_per_step=BATCH // world(),
+        batch_size_per_step=BATCH // world_size(),
         target_batch_size=BATCH * setting.pop("every"),
         next_chunk_timeout=setting["averaging_timeout"],  # by default matchmaking_time, less than a slow link needs
-        averager_opts={"target_group_size": world(), "request_timeout": setting.pop("request_timeout")},
+        averager_opts={"target_group_size": world_size(), "request_timeout": setting.pop("request_timeout")},
         verbose=True,
         **setting,
     )
-    run = Run(args, own_pace=True)
+    run = Run(args, is_async=True)
     train(run, loader(args), model, optimizer, model.state_dict)
     run.report("hivemind")
     optimizer.shutdown()

@@ -18,7 +18,7 @@ def main() -> None:
     )
 
     def agreed() -> Weights:
-        with paceline.agreed(wait=False):
+        with paceline.consensus(wait=False):
             return {name: value.clone() for name, value in model.state_dict().items()}
 
     run = Run(args)

@@ -1,4 +1,4 @@
-"""What the workers of bench/outside.py share: Fashion-MNIST as `paceline.tasks.fashion` has it, a clock, a counter.
+"""What the workers of bench/outside.py share: the task fashion of Paceline, a clock, a counter.
 
 Same network, first weights, optimizer, global batches and shares as there. It imports torch and nothing of Paceline,
 because it also runs in the environments of other packages. The seconds are those of training alone: they begin when
@@ -60,7 +60,7 @@ class Share:
 
     def __init__(self, samples: int, seed: int) -> None:
         self.samples, self.seed, self.epoch = samples, seed, 0
-        self.size = BATCH // world()
+        self.size = BATCH // world_size()
 
     def __iter__(self) -> Iterator[list[int]]:
         own = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
@@ -88,7 +88,7 @@ def rank() -> int:
     return int(os.environ["RANK"])
 
 
-def world() -> int:
+def world_size() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
@@ -136,8 +136,8 @@ def sent_bytes(interface: str) -> int:
 class Run:
     """One worker's training: its steps, its seconds and bytes, and the weights it keeps for later."""
 
-    def __init__(self, args: argparse.Namespace, *, own_pace: bool = False) -> None:
-        self.args, self.own_pace = args, own_pace
+    def __init__(self, args: argparse.Namespace, *, is_async: bool = False) -> None:
+        self.args, self.is_async = args, is_async
         self.seconds, self.sent, self.taken = 0.0, 0, 0
         self._kept: list[tuple[int, float, Weights]] = []
 
@@ -172,7 +172,7 @@ class Run:
         """Worker 0 evaluates what it kept, and writes it down."""
         if rank():
             return
-        torch.set_num_threads(world())  # the others have nothing left to do
+        torch.set_num_threads(world_size())  # the others have nothing left to do
         model, test = network(self.args.seed), images(self.args.data, "t10k")
         curve = []
         for step, seconds, weights in self._kept:
@@ -188,7 +188,7 @@ class Run:
         (self.args.meet / "run.json").write_text(json.dumps(known))
 
     def _done(self, over: Path) -> bool:
-        if not self.own_pace:
+        if not self.is_async:
             return bool(self.taken == self.args.steps)
         if not rank() and (self.taken == self.args.steps or self._now() > self.args.seconds):
             over.touch()
@@ -204,7 +204,7 @@ class Run:
     def _meet(self, where: str) -> list[int]:
         """Wait for the others; how many steps each has taken."""
         tell(self.args.meet / f"{where}-{rank()}", str(self.taken))
-        places = [self.args.meet / f"{where}-{other}" for other in range(world())]
+        places = [self.args.meet / f"{where}-{other}" for other in range(world_size())]
         return [int(asked(place)) for place in places]
 
 

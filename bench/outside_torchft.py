@@ -18,7 +18,7 @@ from torchft import Manager, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
 from torchft.local_sgd import DiLoCo, LocalSGD
 
-from outside_task import Run, Weights, arguments, asked, loader, network, rank, sgd, tell, train, world
+from outside_task import Run, Weights, arguments, asked, loader, network, rank, sgd, tell, train, world_size
 
 TIMEOUT = timedelta(seconds=120)  # an all-reduce of the whole model at 10 Mbit/s takes ten seconds
 
@@ -28,7 +28,7 @@ def lighthouse(args: argparse.Namespace) -> tuple[str, LighthouseServer | None]:
     place = args.meet / "lighthouse"
     if rank():
         return asked(place), None
-    server = LighthouseServer(bind="0.0.0.0:0", min_replicas=world(), join_timeout_ms=10_000)
+    server = LighthouseServer(bind="0.0.0.0:0", min_replicas=world_size(), join_timeout_ms=10_000)
     address = f"http://{args.address}:{server.address().rpartition(':')[2]}"
     tell(place, address)
     return address, server
@@ -64,7 +64,7 @@ def main() -> None:
         pg=ProcessGroupGloo(timeout=TIMEOUT),
         load_state_dict=model.load_state_dict,
         state_dict=model.state_dict,
-        min_replica_size=world(),
+        min_replica_size=world_size(),
         use_async_quorum=False,
         init_sync=False,  # all start from the same seed
         timeout=TIMEOUT,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import registry
-from paceline.parts import Part
+from paceline.core.parts import Part
 
 HERE = Path(__file__).parent
 PAGES = HERE.parent / "docs" / "methods"

@@ -26,7 +26,7 @@ def cell(task: str, workers: int, link: str) -> dict[str, Any]:
         out = Path(folder) / "race.json"
         command = ["race", task, "--methods", "floor,torch:ddp,exact", "--workers", str(workers), "--link", link]
         command += ["--steps", str(STEPS[task, link]), "--json", str(out)]
-        subprocess.run([sys.executable, "-m", "paceline.cli.main", *command], check=True, stdout=sys.stderr)
+        subprocess.run([sys.executable, "-m", "paceline.tools.cli.main", *command], check=True, stdout=sys.stderr)
         race = json.loads(out.read_text())
     rows = {row["method"]: row for row in race["rows"]}
     ours, ddp = rows["exact"], rows["torch:ddp"]

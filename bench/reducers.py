@@ -22,12 +22,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from paceline.alone import Alone
-from paceline.bucket import Bucket
-from paceline.kernels import Code, add_blocks, add_bytes, encode_blocks, encode_bytes, key, largest
-from paceline.pipeline import Pipeline
-from paceline.race.result import commit, machine
+from paceline.comm.single import SingleComm
+from paceline.core.bucket import Bucket
+from paceline.core.pipeline import Pipeline
+from paceline.kernels import BlockCode, add_blocks, add_bytes, encode_blocks, encode_bytes, key, largest
 from paceline.reducers.powersgd import PowerSGD
+from paceline.tools.race.result import commit, machine
 
 N = 10_000_000 // 1024 * 1024
 D = 1024
@@ -95,11 +95,11 @@ def plain_bytes(x: Tensor) -> Tensor:
 def cases(x: Tensor, into: Tensor) -> dict[str, dict[str, Work]]:
     out: dict[str, dict[str, Work]] = {}
     for name, code, plain in (
-        ("qsgd 4 bits", Code("uniform", 4, D, "max"), lambda: plain_uniform(x, 4)),
-        ("qsgd 8 bits", Code("uniform", 8, D, "max"), lambda: plain_uniform(x, 8)),
-        ("qsgd 2 bits", Code("uniform", 2, D, "max"), lambda: plain_uniform(x, 2)),
-        ("nuqsgd 4 bits", Code("powers", 4, D, "l2"), lambda: plain_powers(x, 4)),
-        ("sign", Code("sign", 1, D, "mean"), lambda: plain_sign(x)),
+        ("qsgd 4 bits", BlockCode("uniform", 4, D, "max"), lambda: plain_uniform(x, 4)),
+        ("qsgd 8 bits", BlockCode("uniform", 8, D, "max"), lambda: plain_uniform(x, 8)),
+        ("qsgd 2 bits", BlockCode("uniform", 2, D, "max"), lambda: plain_uniform(x, 2)),
+        ("nuqsgd 4 bits", BlockCode("powers", 4, D, "l2"), lambda: plain_powers(x, 4)),
+        ("sign", BlockCode("sign", 1, D, "mean"), lambda: plain_sign(x)),
     ):
         out[name] = _block_case(x, into, code, plain)
     coded = encode_bytes(x[None])
@@ -114,7 +114,7 @@ def cases(x: Tensor, into: Tensor) -> dict[str, dict[str, Work]]:
     return out
 
 
-def _block_case(x: Tensor, into: Tensor, code: Code, plain: Work) -> dict[str, Work]:
+def _block_case(x: Tensor, into: Tensor, code: BlockCode, plain: Work) -> dict[str, Work]:
     coded = encode_blocks(x, code, key(1))[None]
     return {
         "encode": lambda: encode_blocks(x, code, key(1)),
@@ -145,7 +145,7 @@ def powersgd(rounds: int) -> dict[str, float]:
 
     def exchange() -> None:
         async def run() -> None:
-            reduced = await reducer.mean(b, x, Alone())
+            reduced = await reducer.mean(b, x, SingleComm())
             reduced.left()
 
         pipeline = Pipeline()

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from paceline.telemetry import Recorder
+from paceline.telemetry.recorder import Recorder
 
 STEPS = 20_000
 

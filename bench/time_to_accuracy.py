@@ -43,19 +43,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline import files
 from paceline.errors import PacelineError
-from paceline.lab import namespaces
-from paceline.lab.namespaces import parse_link
+from paceline.integrations.peers import PEERS
 from paceline.method import method as make_method
-from paceline.race import course, result, score
-from paceline.race.course import Contender, Rules
-from paceline.race.field import command
-from paceline.race.network import network
-from paceline.race.peers import PEERS
-from paceline.race.score import Target
-from paceline.settings import Settings
-from paceline.telemetry import Step
+from paceline.session.settings import Settings
+from paceline.telemetry import files
+from paceline.telemetry.events import Step
+from paceline.tools.lab import namespaces
+from paceline.tools.lab.namespaces import parse_link
+from paceline.tools.race import result, runner, score
+from paceline.tools.race.contenders import Contender, task_command
+from paceline.tools.race.network import open_network
+from paceline.tools.race.runner import RaceRules
+from paceline.tools.race.score import Target
 
 LINKS = ("unlimited", "1gbit", "100mbit", "10mbit")
 SEEDS = (0, 1, 2)
@@ -175,18 +175,18 @@ def contender(task: str, name: str, *, seed: int = 0, extra: Sequence[str] = ())
     knobs = {knob: value for knob, value in knobs.items() if knob != "bucket_mb"}
     if method not in PEERS:
         make_method(method, **knobs)
-    arguments = command(task, seed, [*TASKS[task].own.get(method, []), *extra, *settings])
+    arguments = task_command(task, [*TASKS[task].own.get(method, []), *extra, *settings], seed=seed)
     return Contender(method, arguments, knobs, alias=name.replace(" ", "-"))
 
 
-def race(contenders: list[Contender], rules: Rules, workers: int, link: str) -> str:
+def race(contenders: list[Contender], rules: RaceRules, workers: int, link: str) -> str:
     """Run it, and what kind of link it ran on. Every contender knows what came of it.
 
     In the lab the link gets its speed when all have started: to share the first weights of a dozen contenders at
     10 Mbit/s would take longer than all that is measured.
     """
     limited = link != "unlimited" and namespaces.available() is None
-    with network(START_LINK if limited else link, workers, None) as links, tempfile.TemporaryDirectory() as folder:
+    with open_network(START_LINK if limited else link, workers, None) as links, tempfile.TemporaryDirectory() as folder:
 
         def slow_down(one: Contender) -> None:
             if one.state == "running" and links.lab is not None and links.lab.link != parse_link(link):
@@ -194,7 +194,7 @@ def race(contenders: list[Contender], rules: Rules, workers: int, link: str) -> 
                 for host in range(links.lab.hosts):
                     links.lab.shape(host, links.lab.link)
 
-        if not course.run(contenders, rules, links, Path(folder), slow_down):
+        if not runner.run(contenders, rules, links, Path(folder), slow_down):
             raise KeyboardInterrupt
         return links.kind
 
@@ -220,8 +220,8 @@ def train(task: str, name: str, workers: int, seed: int, limit: int) -> Cell:
         one = contender(task, name, seed=seed, extra=["--eval-every", str(job.eval_every), *bucket(LINKS[-1])])
     except PacelineError as error:
         return {"error": f"refused: {error.what}"}
-    kind = race([one], Rules(steps=limit, warmup=0, turn=job.turn, target=target), workers, "unlimited")
-    events = one.entry(workers).events
+    kind = race([one], RaceRules(steps=limit, warmup=0, turn=job.turn, target=target), workers, "unlimited")
+    events = one.record(workers).events
     curve = score.progress(events, target.name)
     met = next((p for p in curve if target.met(p.value)), None)
     best = (min if target.falls else max)((p.value for p in curve), default=None)
@@ -245,11 +245,11 @@ def train_whole(task: str, name: str, workers: int, condition: str, seed: int, l
     target = Target.parse(job.target)
     extra = ["--eval-later", "--eval-every", str(job.eval_every), "--steps", str(limit), *bucket(link)]
     try:
-        one = contender(task, name, seed=seed, extra=[*extra, *(["--slow", "1"] if condition == SLOW else [])])
+        one = contender(task, name, seed=seed, extra=[*extra, *(["--slow-worker", "1"] if condition == SLOW else [])])
     except PacelineError as error:
         return {"error": f"refused: {error.what}"}
-    kind = race([one], Rules(steps=2 * limit, warmup=0, turn=2 * limit), workers, link)
-    events = one.entry(workers).events
+    kind = race([one], RaceRules(steps=2 * limit, warmup=0, turn=2 * limit), workers, link)
+    events = one.record(workers).events
     curve = score.progress(events[:1], target.name)  # worker 0's: where workers keep their own pace, so does this
     met = next((p for p in curve if target.met(p.value)), None)
     sent = sum(event.sent for event in (events[0] if events else ()) if isinstance(event, Step))
@@ -279,11 +279,11 @@ def train_out(task: str, name: str, workers: int, seed: int) -> Cell:
     """A run with a falling learning rate, evaluated at its end."""
     job = TASKS[task]
     steps = job.trained
-    rate = ["--falling", "--rising", str(max(1, round(job.rising * steps)))]
+    rate = ["--lr-decay", "--lr-warmup", str(max(1, round(job.rising * steps)))]
     extra = [*rate, "--eval-every", str(steps), "--steps", str(steps), *bucket(LINKS[-1])]
     one = contender(task, name, seed=seed, extra=extra)
-    race([one], Rules(steps=2 * steps, warmup=0, turn=2 * steps), workers, "unlimited")
-    curve = score.progress(one.entry(workers).events, "accuracy")
+    race([one], RaceRules(steps=2 * steps, warmup=0, turn=2 * steps), workers, "unlimited")
+    curve = score.progress(one.record(workers).events, "accuracy")
     last = round(curve[-1].value, 4) if curve else None
     return {"last": last, "steps": steps, "error": refusal(one.error) if one.error else None}
 
@@ -299,10 +299,10 @@ def time_steps(task: str, names: Sequence[str], workers: int, link: str) -> Iter
     if not racing:
         return
     turn = SLOW_TURN if link == LINKS[-1] else TURN
-    rules = Rules(steps=STEP_COUNT, warmup=2, turn=turn, seconds=STEP_SECONDS)
+    rules = RaceRules(steps=STEP_COUNT, warmup=2, turn=turn, seconds=STEP_SECONDS)
     kind = race(list(racing.values()), rules, workers, link)
     for name, one in racing.items():
-        row = score.rows([one.entry(workers)], link=link, warmup=rules.warmup)[0]
+        row = score.rows([one.record(workers)], link=link, warmup=rules.warmup)[0]
         known = {key: getattr(row, key) for key in ("sent_bytes_per_step", "wire_bytes_per_step", "cpu_ms_per_step")}
         yield (
             name,

@@ -21,11 +21,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.files import check_writable, write
-from paceline.lab import namespaces
-from paceline.race import course, result, score
-from paceline.race.course import Contender, Rules
-from paceline.race.network import network
+from paceline.telemetry.files import check_writable, write
+from paceline.tools.lab import namespaces
+from paceline.tools.race import result, runner, score
+from paceline.tools.race.contenders import Contender
+from paceline.tools.race.network import open_network
+from paceline.tools.race.runner import RaceRules
 
 JOB = str(Path(__file__).with_name("zero_job.py"))
 METHODS = ("torch:ddp", "exact", "torch:zero1", "zero1", "zero2", "torch:fsdp2", "zero3")
@@ -39,23 +40,23 @@ def memory(method: str, workers: int) -> Cell:
     """The worker that takes the most."""
     with tempfile.TemporaryDirectory() as folder:
         command = ["run", "--workers", str(workers), "--method", method, JOB, "--batch", "1", "--memory", folder]
-        subprocess.run([sys.executable, "-m", "paceline.cli.main", *command], check=True, stdout=sys.stderr)
+        subprocess.run([sys.executable, "-m", "paceline.tools.cli.main", *command], check=True, stdout=sys.stderr)
         found = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
     most = {key: max(one[key] for one in found) for key in found[0]}
     count = most.pop("parameters")
     return {f"{key}_bytes": round(value / count, 2) for key, value in most.items()}
 
 
-def times(workers: int, link: str, steps: int) -> list[score.Row]:
+def times(workers: int, link: str, steps: int) -> list[score.RaceRow]:
     racing = [Contender(method, [sys.executable, JOB]) for method in METHODS]
-    rules = Rules(steps=steps, warmup=2, turn=3)
-    with network(link, workers, None) as links, tempfile.TemporaryDirectory() as folder:
-        if not course.run(racing, rules, links, Path(folder)):
+    rules = RaceRules(steps=steps, warmup=2, turn=3)
+    with open_network(link, workers, None) as links, tempfile.TemporaryDirectory() as folder:
+        if not runner.run(racing, rules, links, Path(folder)):
             raise KeyboardInterrupt
     for one in racing:
         if one.error:
             raise SystemExit(f"{one.method}: {one.error}")
-    return [score.rows([one.entry(workers)], link=link, warmup=rules.warmup)[0] for one in racing]
+    return [score.rows([one.record(workers)], link=link, warmup=rules.warmup)[0] for one in racing]
 
 
 def with_ratios(cells: Sequence[Cell], keys: Sequence[str]) -> list[Cell]:

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.lab.live import Live
-from paceline.tasks.text import BYTES, CONTEXT, GPT
+from paceline.tools.lab.live_tensors import LiveTensors
+from paceline.tools.tasks.text import BYTES, CONTEXT, ByteGPT
 
 COUNTED = 3  # steps; the first ones make the optimizer's state
 
@@ -29,12 +29,12 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     before = psutil.Process().memory_info().rss
-    model: nn.Module = GPT(args.layers, args.width, heads=8)
+    model: nn.Module = ByteGPT(args.layers, args.width, heads=8)
     count = sum(p.numel() for p in model.parameters())
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     text = torch.randint(0, BYTES, (64 * args.batch, CONTEXT + 1))
     loader = DataLoader(TensorDataset(text[:, :-1].clone(), text[:, 1:].clone()), batch_size=args.batch)
-    live = Live(model.parameters())
+    live = LiveTensors(model.parameters())
     with live if args.memory else contextlib.nullcontext():
         model, optimizer, loader = paceline.prepare(model, optimizer, loader, batch="per_worker")
         for step in range(10**6):
