@@ -23,6 +23,7 @@ from paceline.checkpoint.extra import plain
 from paceline.checkpoint.manifest import MOST
 from paceline.comm.environment import KNOBS, Environment
 from paceline.comm.single import SingleComm
+from paceline.core.change import check_between_steps
 from paceline.core.consensus import consensus_weights, latest_weights
 from paceline.core.engine import Engine
 from paceline.core.parts import Part
@@ -437,7 +438,7 @@ def save(
     try:
         with untimed():
             for engine in engines:
-                engine.check_between_steps("paceline.save")
+                check_between_steps(engine, "paceline.save")
                 engine.replicas.check()
             path = saving.save(root, found, engines, comm, step=step, extra=more, keep=keep)
     except saving.NotWrittenError as error:

@@ -22,6 +22,7 @@ from paceline.checkpoint.reader import Checkpoint, PlainFile, TensorSource, whol
 from paceline.checkpoint.together import check_same, together
 from paceline.comm.messages import all_gather_json
 from paceline.comm.protocol import Comm
+from paceline.core.change import check_between_steps
 from paceline.core.engine import Engine
 from paceline.core.shard import MASTER, Owned, Shard
 from paceline.core.state import State
@@ -36,7 +37,7 @@ _MOST = 10  # differences that are listed
 def load(path: Path, objects: Objects, engines: Sequence[Engine], comm: Comm) -> dict[str, Any]:
     """Load a checkpoint into the run, and give what was saved as `extra`. Every worker calls it."""
     for engine in engines:
-        engine.check_between_steps("paceline.load")
+        check_between_steps(engine, "paceline.load")
         if engine.method.sync.is_async:
             raise UsageError(
                 f"with {engine.method.sync.name} a checkpoint cannot be loaded after prepare",

@@ -26,6 +26,7 @@ from paceline.checkpoint.tensors import TensorFile, TensorSpec
 from paceline.checkpoint.together import together
 from paceline.comm.protocol import Comm
 from paceline.core import consensus
+from paceline.core.change import check_between_steps
 from paceline.core.engine import Engine
 from paceline.core.facts import Fact
 from paceline.core.shard import Owned
@@ -54,7 +55,7 @@ def save(
     extra: what `plain` has given. keep: how many checkpoints of this run stay.
     """
     for engine in engines:
-        engine.check_between_steps("paceline.save")
+        check_between_steps(engine, "paceline.save")
     if step is None:
         step = engines[0].ex.step
     mine = Holdings(objects, engines, comm.rank)

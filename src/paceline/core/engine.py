@@ -41,11 +41,12 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.group import Group
 from paceline.comm.protocol import Comm
-from paceline.core import consensus, transfer
+from paceline.core import change, transfer
 from paceline.core.bucket import Bucket, Slot
 from paceline.core.buffers import Buffers
 from paceline.core.by_hand import ByHand
 from paceline.core.cutting import cut
+from paceline.core.device_verdict import DeviceVerdict
 from paceline.core.exchange import Exchange, no_scale, no_trace
 from paceline.core.facts import Fact
 from paceline.core.guard import Guard, Mode
@@ -53,9 +54,9 @@ from paceline.core.overlap import Overlap
 from paceline.core.parts import Event, Parts
 from paceline.core.pipeline import Pipeline
 from paceline.core.replicas import Replicas
-from paceline.core.vote import NOT_FINITE, Bad, LateReading, Place, Verdict, Vote, not_finite
+from paceline.core.vote import NOT_FINITE, Bad, Place, Verdict, Vote, not_finite
 from paceline.core.window import BatchInHand, Window
-from paceline.errors import MethodError, UsageError
+from paceline.errors import UsageError
 from paceline.telemetry.recorder import Recorder
 
 Watch = list[RemovableHandle]
@@ -130,7 +131,7 @@ class Engine:
         self.under_way = False  # a backward is
         self.asked = False  # to step; loss_scale.py looks whether a loss scaler did
         self.exchanged = self.landed = False  # the gradients of this step have left; their means are here
-        self._gradient_hooks = hooks
+        self.gradient_hooks = hooks
         self._hooks: Watch = []
         self._listeners: list[Callable[[], None]] = []
         self.buffers = buffers or Buffers()
@@ -142,12 +143,12 @@ class Engine:
         self._out: list[Bucket] = []  # chunks that have left
         self._sends = False
         self._backwards = 0
-        self._sent_before = 0  # payload bytes that telemetry has heard of
-        self._unread: tuple[LateReading, bool] | None = None  # the verdict on the last step, and: on this worker alone
+        self.sent_before = 0  # payload bytes that telemetry has heard of
+        self.on_device = DeviceVerdict(self)
         self.stored: transfer.Luggage | None = None  # what the parts remembered, while this worker is alone
-        self._settle_in()
+        self.settle_in()
 
-    def _settle_in(self) -> None:
+    def settle_in(self) -> None:
         """What depends on who is in the group and which method is used."""
         method, params = self.method, [p for group in self.optimizer.param_groups for p in group["params"]]
         rests = method.layout.rests(params)
@@ -210,9 +211,9 @@ class Engine:
             if chunk_bytes:
                 b.divide(chunk_bytes, world_size)
             self.buckets.append(b)
-            self._hooks += self._gradient_hooks.arrivals(self, b)
+            self._hooks += self.gradient_hooks.arrivals(self, b)
             if self._weighs:
-                self._hooks += self._gradient_hooks.weights(self, b)
+                self._hooks += self.gradient_hooks.weights(self, b)
             self.method.layout.own(b, self.ex)
         self._trainable = now
 
@@ -221,7 +222,7 @@ class Engine:
         if self._cast():
             if self.exchanged or self.window.several or self.under_way:
                 self._refuse_cast()
-            with self._cut_anew():
+            with self.cut_anew():
                 pass
 
     def _cast(self) -> list[Slot]:
@@ -264,7 +265,7 @@ class Engine:
         if self.window.scale != 1.0 and not self._weighs:
             self._weighs = True
             for b in self.buckets:
-                self._hooks += self._gradient_hooks.weights(self, b)
+                self._hooks += self.gradient_hooks.weights(self, b)
 
     # ------------------------------------------------------------------------------------------------ during backward
 
@@ -462,8 +463,8 @@ class Engine:
     def _count_bytes(self) -> None:
         """Tell telemetry what was sent since the last time."""
         sent = self.ex.sent
-        self.recorder.sent += sent - self._sent_before
-        self._sent_before = sent
+        self.recorder.sent += sent - self.sent_before
+        self.sent_before = sent
 
     # ------------------------------------------------------------------------------------------------ the step
 
@@ -480,7 +481,7 @@ class Engine:
         if not self.window.closing:
             self.window.micro += 1
             return None
-        self.read_verdict()
+        self.on_device.read()
         if not self.exchanged and due:
             if brings_gradients:
                 return self._make(do)
@@ -494,8 +495,8 @@ class Engine:
             self.overlap.barrier()
         if self.exchanged and Fact.REPLICAS_AGREE in self.ex.facts and not self.vote.late:
             self.by_hand.agree()
-        if self._decides_on_device():
-            return self._make(lambda: self._step_on_device(do))
+        if self.on_device.possible():
+            return self._make(lambda: self.on_device.step(do))
         verdict = self.decide()
         if verdict is Verdict.SKIP:
             self.window.over()
@@ -553,64 +554,6 @@ class Engine:
             return {}
         bad = not_finite(s.param for b in self.buckets for s in b.slots)
         return {self.group.rank: NOT_FINITE} if bad is not None and bool(bad) else {}
-
-    # [Note: verdict on the device], vote.py
-
-    def _decides_on_device(self) -> bool:
-        """Can the optimizer skip by a tensor, with nothing of the step staged that the host would have to undo?"""
-        wanted = self.options.device_verdict
-        if wanted is None:
-            wanted = any(b.flat.is_cuda for b in self.buckets)
-        return (
-            wanted
-            and self.guard.mode != "raise"
-            and self.vote.late == 0
-            and (not self.exchanged or (self.ex.exact_everywhere and self.vote.ballot is not None))
-            and self.ex.loss_scale() is None
-            and (self.guard.mode == "off" or takes_found_inf(self.optimizer))
-            and not any(part.state.staged for part in self.method.parts())
-        )
-
-    def _step_on_device(self, do: Callable[[], Any]) -> Any:
-        """The optimizer's step, skipped on the device if gradients are not finite; the host hears of it later."""
-        self.guard.name_unused(self.buckets)
-        alone, guarded, rank = not self.exchanged, self.guard.mode != "off", self.group.rank
-        bad: Tensor | None = None
-        if alone and guarded:
-            bad = not_finite(s.param for b in self.buckets for s in b.slots)
-            if bad is not None:
-                self._unread = (
-                    LateReading(bad.reshape(1).double(), lambda found: {rank: NOT_FINITE} if found[0] else {}),
-                    True,
-                )
-        elif not alone:
-            assert self.vote.ballot is not None
-            bad = self.vote.ballot.any_bad() if guarded else None
-            self._unread = self.vote.ballot.read_late(), False
-        if bad is None:
-            return do()
-        optimizer: Any = self.optimizer
-        optimizer.found_inf, optimizer.grad_scale = bad.to(torch.float32), None
-        try:
-            return do()
-        finally:
-            del optimizer.found_inf, optimizer.grad_scale
-            if not alone:
-                self.buffers.give_back_where(bad)
-            self.buffers.keep()
-
-    def read_verdict(self) -> None:
-        """Hear whether the last step counted, where the device decided. One that did not is said and not counted."""
-        if self._unread is None:
-            return
-        (reading, alone), self._unread = self._unread, None
-        if not (bad := reading.bad()):
-            self.guard.counted()
-            return
-        step = self.ex.step - 1
-        if not alone:
-            self.ex.step = step
-        self.guard.skipped(step, bad, alone=alone)
 
     def left_out(self) -> None:
         """A loss scaler found infinities and did not call `step`.
@@ -702,7 +645,7 @@ class Engine:
     def settle(self) -> None:
         """Let what is under way arrive: before an evaluation, a checkpoint, a change and the end."""
         self.overlap.land()
-        self.read_verdict()
+        self.on_device.read()
         self.method.sync.settle(self.ex)
         self.method.layout.settle(self.ex)
 
@@ -720,125 +663,38 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------ between two steps
 
-    def check_between_steps(self, what: str) -> None:
-        """Refuse to do something that must not happen in the middle of a step."""
-        if not self.idle:
-            self.settle()
-        if self.exchanged or self.window.several or self.window.micro:
-            raise UsageError(
-                f"{what} was called in the middle of a step",
-                why="gradients have been added up or exchanged, and would be lost",
-                do="after optimizer.step(); with accumulate=N, if paceline.will_step(optimizer) was true before",
-            )
-
     def recut(self, bucket_bytes: int) -> None:
         """Cut other buckets for the same parameters, between two steps; what parts remember moves along."""
         self.settle()
-        with self._cut_anew():
+        with self.cut_anew():
             self.bucket_bytes, self.first_bytes = bucket_bytes, min(bucket_bytes, self.first_bytes)
 
     def change(self, method: Parts) -> None:
-        """Go on by another method, between two steps. All workers must call it, with the same method.
-
-        Where the workers' weights differ they become the consensus; what the parts have kept back of gradients is
-        added to the next ones; then the new parts begin anew. The layout stays.
-        """
-        self.check_between_steps("Engine.change")
-        self.comm.agree("the next method", str(method.config()))
-        old = self.method
-        if method.layout.config() != old.layout.config():
-            raise MethodError(
-                f"the layout cannot change from {old.layout.name} to {method.layout.name} while training",
-                why="parameters, gradients and optimizer state lie where the layout put them",
-                do="save a checkpoint and load it with the other layout",
-            )
-        for sync in (old.sync, method.sync):
-            if sync.is_async:
-                raise MethodError(
-                    f"{sync.name} cannot be taken up or left while training",
-                    why="its workers keep their own pace, so there is no step between which all could change",
-                    do="save a checkpoint and load it with the other method",
-                )
-        self._agree_on_weights()
-        for b in self.buckets:
-            kept = [x for part in old.parts() if (x := part.flush(b)) is not None]
-            if (before := self.ex.carry.take(b)) is not None:
-                kept.append(before)
-            if kept:
-                self.ex.carry.put(b, sum(kept[1:], start=kept[0].clone()))
-        method.layout = old.layout
-        with self._cut_anew(parts=False):
-            self.ex.use(method)
-            self._settle_in()
-            if self.overlap.on:
-                self._gradient_hooks.cross(self)
+        """Go on by another method, between two steps: change.py. All workers must call it, with the same method."""
+        change.method(self, method)
 
     def regroup(self, group: Group) -> None:
-        """Go on with the workers of another group, between two steps. Old and new members call it.
-
-        Where the workers' weights differ they become the consensus; every worker gets the mean of what the workers'
-        parts remember, so its mean over the workers stays what it was; joiners get everything from a member.
-        """
-        luggage = self.pack_up()
-        self.group.become(group)
-        self.unpack(luggage)
-
-    def pack_up(self) -> transfer.Luggage:
-        """The first half of `regroup`, with the old group: everything in a form that any group can go on from."""
-        self.check_between_steps("Engine.regroup")
-        if self.method.sync.is_async and self.group.world_size > 1:
-            raise MethodError(
-                f"{self.method.sync.name} cannot go on with other workers",
-                why="its workers keep their own pace, so there is no step between which all could change",
-                do="save a checkpoint and load it on the other workers",
-            )
-        if not self.idle:
-            self._agree_on_weights()
-            self.method.layout.collect(self.ex)
-        luggage = transfer.pack(self)
-        self._forget_cut()
-        return luggage
-
-    def unpack(self, luggage: transfer.Luggage) -> None:
-        """The second half of `regroup`, with the new group."""
-        self._sent_before = 0
-        self.window.renumber()
-        self._settle_in()
-        luggage = transfer.share(self, luggage)
-        self.refresh()
-        transfer.unpack(self, luggage)
-        self.over(made=False)
-
-    def _agree_on_weights(self) -> None:
-        """Where the workers' weights differ, all take the consensus, and of the optimizer's state the mean."""
-        if Fact.REPLICAS_AGREE not in self.ex.facts and self.group.world_size > 1:
-            consensus.adopt(self)
-            transfer.average_optimizer(self)
+        """Go on with the workers of another group, between two steps: change.py. Old and new members call it."""
+        change.group(self, group)
 
     @contextlib.contextmanager
-    def _cut_anew(self, *, parts: bool = True) -> Iterator[None]:
+    def cut_anew(self, *, parts: bool = True) -> Iterator[None]:
         """Inside there are no buckets; after it they are cut anew. parts: what these remember moves along."""
         self.method.layout.collect(self.ex)
         saved = [part.state.save(self.buckets) for part in self.method.parts()] if parts else []
         carried = self.ex.carry.save(self.buckets)
-        self._forget_cut()
+        self.forget_cut()
         yield
         self.refresh()
         for part, memory in zip(self.method.parts(), saved, strict=False):
             part.state.load(memory, self.buckets)
         self.ex.carry.load(carried, self.buckets)
 
-    def _forget_cut(self) -> None:
+    def forget_cut(self) -> None:
+        """There are no buckets any more; the next `refresh` cuts them anew."""
         for part in self.method.parts():
             part.recut()
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._trainable = [], []
         self.buckets.clear()
-
-
-def takes_found_inf(optimizer: Optimizer) -> bool:
-    """Does every group step by a fused kernel, which skips on the device where `found_inf` says so?"""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
-        group.get("fused") for group in optimizer.param_groups
-    )

@@ -8,11 +8,6 @@ first that the next forward needs, so an update that crosses the step barrier he
 
 [Note: ballot] Otherwise, and where means are estimates, one small vector is summed. It leaves with the last bucket, so
 it mostly costs no round trip of its own.
-
-[Note: verdict on the device] On a GPU the ballot's sum is a tensor on the device, and reading it would make the host
-wait for all that was enqueued before it. Where the optimizer takes the verdict as a tensor (`found_inf` of torch's
-fused optimizers), nothing is read in the step: the optimizer skips on the device, and the numbers travel to the host
-meanwhile, to be read in the next step (`LateReading`).
 """
 
 from __future__ import annotations
@@ -139,7 +134,7 @@ class Ballot:
         return _bad(self.wait()[: _ROWS * self.world_size].tolist())
 
     def read_late(self) -> LateReading:
-        """The same as `bad`, to be asked for in the next step: [Note: verdict on the device]."""
+        """The same as `bad`, to be asked for in the next step: [Note: verdict on the device], device_verdict.py."""
         return LateReading(self.wait()[: _ROWS * self.world_size], _bad)
 
     def backlog(self) -> float:
