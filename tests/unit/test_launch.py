@@ -389,6 +389,7 @@ def test_a_second_signal_ends_a_launcher_that_waits_for_something_else() -> None
         class Deaf:
             def stop(self, signum):
                 print("asked", flush=True)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
         with forwarding_signals() as forward_to:
             forward_to(Deaf())
             print("ready", flush=True)
