@@ -91,7 +91,7 @@ class Lookout(TorchFunctionMode):
             _restack(lambda modes: [self, *modes])
 
     def rest(self) -> None:
-        """Leave the stack until the next forward, if nothing is owed. A thread must not end with a mode on its stack."""
+        """Leave the stack until the next forward, if nothing is owed: no thread may end with a mode on its stack."""
         if not any(one.owes for one in self._all()):
             self._leave()
 
