@@ -62,7 +62,7 @@ def scheduled(steps, **knobs):
     b, warm = BUCKETS[0](2), Warmup(steps=8, **knobs)
     values = []
     for b.step in steps:
-        turned = warm._now(b)
+        turned = warm.choose(b)
         values.append(next(getattr(p, warm.schedule) for p in turned.parts() if hasattr(p, warm.schedule)))
     return values
 
