@@ -44,7 +44,7 @@ class Regime:
         ratio = abs(self.norm - norm) / self.norm if self.norm else None
         return replace(
             self,
-            critical=ratio is None or ratio >= threshold or self.forced > 0,
+            critical=ratio is None or not ratio < threshold or self.forced > 0,  # NaN is not below it
             steps=0,
             norm=norm if math.isfinite(norm) else None,
             ratio=ratio if ratio is None or math.isfinite(ratio) else None,

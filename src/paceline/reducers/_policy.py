@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,24 +51,29 @@ class Dial:
 
     def __init__(self, policy: Policy, of: Reducer, name: str, *, purpose: str, instead: str) -> None:
         """Raise if there is no such knob. purpose, instead: what the error says of it, and what else can be done."""
-        self.policy, self.name = policy.name, name
-        part = owner(of, name)
-        if part is None:
+        path = _path(of, name)
+        if path is None:
             known = [name for part in of.parts() for name in numbers(part)]
             raise MethodError(
                 f"{policy.name}: {of.name} has no knob {f'{name!r} ' if name else ''}that could be {purpose}",
                 why="its values must be positive numbers",
                 do=nearest(name, known) if known else instead,
             )
+        self.policy, self.name, self._path = policy.name, name, path
+        part = self._owner(of)
         field = next(f for f in dataclasses.fields(part) if f.name == name)
         self.choices: Sequence[float] = knobs.choices(knobs.kinds(type(part))[name])
         self.whole = isinstance(getattr(part, name), int)
         self.least: float = field.metadata.get("low") or 0.0
         self.most: float = max(self.choices) if self.choices else field.metadata.get("high") or 0.0
 
+    def _owner(self, of: Reducer) -> Reducer:
+        """The part whose knob it is: the outermost that has one of this name."""
+        return functools.reduce(getattr, self._path, of)
+
     def value(self, of: Reducer) -> float:
         """The reducer's own value."""
-        value: float = getattr(owner(of, self.name), self.name)
+        value: float = getattr(self._owner(of), self.name)
         return value
 
     def legal(self, value: float) -> float:
@@ -83,7 +88,12 @@ class Dial:
 
     def at(self, of: Reducer, value: float) -> Reducer:
         """A copy of the reducer with the knob at this value, which shares the reducer's state and scratch vectors."""
-        turned: Reducer = _turned(of, self.name, value)
+        turned = part = _copy(of)
+        for field in self._path:
+            inner = _copy(getattr(part, field))
+            setattr(part, field, inner)
+            part = inner
+        setattr(part, self.name, value)
         return turned
 
     def check(self, of: Reducer, value: float) -> None:
@@ -96,18 +106,18 @@ class Dial:
 
     def check_low_and_high(self, of: Reducer, low: float, high: float) -> None:
         """Raise unless `low` is less compression than `high`: of one large matrix it must send more."""
+        matrix = Bucket(0, [("matrix", torch.empty(_SIDE, _SIDE, device="meta"))], 2)
+        sent = []
         for value in (low, high):
             self.check(of, value)
-        part = owner(of, self.name)
-        assert isinstance(part, Reducer)
-        matrix = Bucket(0, [("matrix", torch.empty(_SIDE, _SIDE, device="meta"))], 2)
-        less, more = (self.at(part, value).sends(matrix, 2) for value in (low, high))
-        if less <= more:
+            sent.append(self._owner(self.at(of, value)).sends(matrix, 2))
+        if sent[0] <= sent[1]:
+            wrong = sent[0] < sent[1]
             raise MethodError(
-                f"{self.policy}: low={low:g} compresses {'more than' if less < more else 'as much as'} high={high:g}",
-                why=f"of a matrix of {_SIDE} rows and columns {part.name} sends {less} bytes with {self.name}={low:g} "
-                f"and {more} with {self.name}={high:g}",
-                do="swap low and high" if less < more else "give a low= and a high= that differ",
+                f"{self.policy}: low={low:g} compresses {'more than' if wrong else 'as much as'} high={high:g}",
+                why=f"of a matrix of {_SIDE} rows and columns {self._owner(of).name} sends {sent[0]} bytes with "
+                f"{self.name}={low:g} and {sent[1]} with {self.name}={high:g}",
+                do="swap low and high" if wrong else "give a low= and a high= that differ",
             )
 
     def choice(self, step: int, layer: str, value: float, *, critical: bool, ratio: float | None) -> Choice:
@@ -122,18 +132,17 @@ def numbers(part: Part) -> list[str]:
     return [name for name, v in values.items() if type(v) in (int, float) and v > 0]
 
 
-def owner(part: Part, name: str) -> Part | None:
-    """The outermost part that has the knob, and a positive number there."""
-    return next((p for p in part.parts() if name in numbers(p)), None)
-
-
-def _turned(part: Any, name: str, value: float) -> Any:
-    vectors(part)  # created before the copy, so that the copy shares them
-    turned = copy.copy(part)
+def _path(part: Part, name: str) -> tuple[str, ...] | None:
+    """The fields that lead to the outermost part with this knob. None: there is no such part."""
     if name in numbers(part):
-        setattr(turned, name, value)
-        return turned
-    inside = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
-    where = next(k for k, inner in inside.items() if isinstance(inner, Part) and owner(inner, name))
-    setattr(turned, where, _turned(inside[where], name, value))
-    return turned
+        return ()
+    for f in dataclasses.fields(part):
+        inner = getattr(part, f.name)
+        if isinstance(inner, Part) and (rest := _path(inner, name)) is not None:
+            return (f.name, *rest)
+    return None
+
+
+def _copy(reducer: Reducer) -> Reducer:
+    vectors(reducer)  # created before the copy, so that the copy shares them
+    return copy.copy(reducer)
