@@ -80,6 +80,17 @@ class Skip(TelemetryEvent):
     why: str
 
 
+class Choice(TelemetryEvent):
+    """A policy has chosen a setting for a layer, the old one or another. All workers choose alike."""
+
+    step: int  # so many had counted
+    layer: str  # the parameter's name
+    knob: str
+    value: float
+    critical: bool  # in the regime that compresses less
+    ratio: float | None  # how much the gradient's norm has changed; none: another reason decided
+
+
 class Note(TelemetryEvent):
     """Something a person should read once."""
 
@@ -94,7 +105,7 @@ class Bye(TelemetryEvent):
     error: str = ""
 
 
-AnyEvent = Hello | Step | Metric | Barrier | Wire | Skip | Note | Bye
+AnyEvent = Hello | Step | Metric | Barrier | Wire | Skip | Choice | Note | Bye
 _decoder = msgspec.json.Decoder(AnyEvent)
 
 
