@@ -1,0 +1,69 @@
+"""What balances have in common that change the size of a step or its learning rate.
+
+[Note: learning-rate rules] A step of k ordinary batches has less noise, and may be longer. By how much is a rule:
+
+    none      not at all
+    sqrt      √k: keeps the noise of a step; the usual rule for Adam and its like
+    linear    k: k steps in one (Goyal et al., 2017); the usual rule for SGD while the noise is large
+    adascale  the measured gain between 1 and k: Noise.gain, noise.py
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch.optim import Optimizer
+
+from paceline.balances.even import Even
+from paceline.core.facts import Fact
+from paceline.core.noise import Noise
+from paceline.core.parts import Balance, StepSize
+from paceline.errors import MethodError
+from paceline.knobs import knob
+
+LrRule = Literal["adascale", "sqrt", "linear", "none"]
+
+
+def rate_of(rule: LrRule, size: StepSize, grown: float, noise: Noise) -> float:
+    """The factor of the learning rate where a step has grown so many times: [Note: learning-rate rules]."""
+    if rule == "adascale":
+        return noise.gain(size.samples / grown, size.samples) if size.samples else 1.0
+    return {"none": 1.0, "sqrt": math.sqrt(grown), "linear": grown}[rule]
+
+
+def check_rate(name: str, optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose groups have no learning rate to multiply."""
+    if not all("lr" in group for group in optimizer.param_groups):
+        raise MethodError(
+            f"{name} multiplies the learning rate, and {type(optimizer).__name__} has none",
+            why="no 'lr' is in its param_groups",
+            do="use an optimizer with a learning rate, or lr_rule='none' where the balance has that knob",
+        )
+
+
+@dataclass(kw_only=True)
+class SizedStep(Balance):
+    """A balance that changes the size of a step, and leaves each worker's share of a batch to the balance inside."""
+
+    adapts: ClassVar[bool] = True
+    needs: ClassVar[dict[Fact, str]] = {
+        Fact.GRADIENTS_AGREE: "it looks at the gradients that all workers step by; use the sync every_step",
+        Fact.CLOSE_MEAN: "it compares norms, and what is not sent is missing in them; use the reducer exact or half",
+    }
+
+    of: Balance = knob(Even(), "how many samples of each batch a worker takes")
+
+    def shares(self, seconds: Sequence[float], batch: int) -> list[int]:
+        return self.of.shares(seconds, batch)
+
+    def check_several(self, units: int) -> None:
+        """Refuse a job whose steps are made of one gradient."""
+        if units < 2:
+            raise MethodError(
+                f"{self.name} needs two workers, or two micro-batches to a step",
+                why="noise shows in the difference of gradients, and here a step has one",
+                do="start more workers, or give accumulate=2",
+            )
