@@ -31,7 +31,7 @@ def variants(cls: type) -> list[dict[str, Any]]:
 
 def brisk(cls: type) -> dict[str, Any]:
     """Knobs at which something happens within a few steps."""
-    return {name: 3 for name in ("every", "warmup") if name in kinds(cls)}
+    return {name: 3 for name in ("every", "warmup", "window") if name in kinds(cls)}
 
 
 def parts(axis: str) -> list[tuple[str, dict[str, Any]]]:

@@ -579,8 +579,8 @@ def scheduled_steps(optimizer: Optimizer) -> int:
 def advice(optimizer: Optimizer | None = None) -> Advice:
     """Say how many workers and which batch this job is good for, by what was measured until now: `print` it.
 
-    Needs prepare(advice=K) or a balance that measures, and a loader that was given to `prepare`. Nothing is asked of the
-    other workers: the noise is the same on all, the times are this worker's. optimizer: which, if there are several.
+    Needs prepare(advice=K) or a balance that measures, and a loader that was given to `prepare`. Nothing is asked of
+    the other workers: the noise is the same on all, the times are this worker's. optimizer: which, if several.
     """
     here = current()
     if here is None:

@@ -20,7 +20,7 @@ from paceline.core.parts import Reduced, Reducer
 from paceline.method import Method, method
 from rig import Rig, close, data, loop, mlp, same, weights
 
-KNOBS = {"warmup": {"steps": 2}}  # or the tests would end before it does
+KNOBS = {"warmup": {"steps": 2}, "accordion": {"window": 2}}  # or the tests would end before it does
 REDUCERS = list(registry.parts("reducer"))
 # Where rounding is random, a last bit more or less may tip an element over to the next level; these tests' gradients
 # and rates make that at most so much, in weights after a few steps.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 from dataclasses import dataclass, field
@@ -17,9 +16,8 @@ from laws_table import on_every_world
 from marks import slow
 from paceline import registry
 from paceline.balances._step_size import SizedStep
-from paceline.core.noise import sampled
-from paceline.core.noise_meter import NoiseMeter
-from paceline.core.parts import Balance
+from paceline.core.noise import NoiseSample, sampled
+from paceline.core.parts import Balance, StepSize
 from paceline.errors import MethodError, UsageError
 from paceline.method import Method, method
 from rig import Rig, adamw, close, data, loop, mlp, same, sgd, weights
@@ -28,6 +26,7 @@ ADAPTIVE = [name for name, cls in registry.parts("balance").items() if cls.adapt
 LIVELY: dict[str, dict[str, Any]] = {  # knobs at which something happens within a few steps
     "adascale": {"every": 2},
     "adaptive_batch": {"every": 2, "hold": 3, "high": 4, "aim": 20.0},
+    "accordion_batch": {"every": 1, "window": 3, "high": 3, "threshold": 5.0},
 }
 
 
@@ -103,7 +102,7 @@ def by_hand(batches, multiples, rates, optimizer=sgd):
 @on_every_world
 @pytest.mark.parametrize("layout", ["replicated", slow("zero1"), "zero3"])
 def test_steps_of_any_size_and_rate_are_those_of_one_process(world_size, layout):
-    batches, multiples, rates = data(12), [1, 3, 2, 1, 4, 1], [1.0, 1.5, 0.5]
+    batches, multiples, rates = data(9), [1, 3, 2, 1, 2], [1.0, 1.5, 0.5]
     spec = Method(balance=Scripted(multiples=multiples, rates=rates), layout=registry.find(layout)())
     got, _ = run(world_size, batches, adamw, spec=spec)
     close(same(got), by_hand(batches, multiples, rates, adamw), tol=2e-5)
@@ -246,10 +245,6 @@ def test_what_is_measured_is_what_the_gradients_are(world_size, accumulate, layo
     spec = Method(layout=registry.find(knobs.pop("layout", "replicated"))(**knobs))
     _, rigs = run(world_size, batches, adamw, spec=spec, accumulate=accumulate, advice=1)
 
-    def settle(comm):
-        rigs[comm.rank].comm.room = comm.room
-        rigs[comm.rank].engine.settle()
-
     for rig in rigs:
         rig.engine.noise.read()
     shares = [len(part) for part in torch.arange(13).tensor_split(world_size)]
@@ -391,7 +386,7 @@ def test_saved_and_loaded_it_goes_on_bit_for_bit(name):
     assert whole[0][1] == resumed[0][1]
 
 
-# ------------------------------------------------------------------------------------------------ the methods themselves
+# ------------------------------------------------------------------------------------------------ one by one
 
 
 def test_adascale_multiplies_by_the_gain_of_its_paper():
@@ -419,8 +414,6 @@ def hear(balance, scale):
 
 
 def steps(balance, count, batch=12.0):
-    from paceline.core.parts import StepSize
-
     for _ in range(count):
         m = balance.multiple()
         balance.made(StepSize(multiple=m, samples=m * batch, units=2 * m, rate=0.1))
@@ -443,8 +436,6 @@ def test_the_batch_follows_the_noise_scale_within_its_bounds():
 
 @pytest.mark.parametrize("rule", ["none", "sqrt", "linear", "adascale"])
 def test_learning_rate_rules(rule):
-    from paceline.core.parts import StepSize
-
     balance = method("adaptive_batch", lr_rule=rule).copy().balance
     hear(balance, 36.0)
     size = StepSize(multiple=4, samples=48.0, units=8, rate=0.1)
@@ -453,15 +444,65 @@ def test_learning_rate_rules(rule):
     assert balance.rate(size._replace(multiple=1, samples=12.0)) == 1.0
 
 
+def told(balance, norms, window=4, rate=lambda step: 0.1):
+    """The batches of each step of windows in which |G| has these values."""
+    seen, step = [], 0
+    for norm in norms:
+        for _ in range(window):
+            seen.append(balance.multiple())
+            balance.hear(NoiseSample(norm**2, 1.0, 0.0))
+            balance.made(StepSize(multiple=seen[-1], samples=12.0, units=2, rate=rate(step)))
+            balance.state.commit()
+            step += 1
+    return seen
+
+
+def accordion(**knobs):
+    return method("accordion_batch", window=4, every=1, high=8, **knobs).copy().balance
+
+
+def test_small_batches_until_the_norm_rests():
+    """|8 − 4|/8 is critical, |4 − 3|/4 is not; and then the batch only grows."""
+    assert told(accordion(), [8.0, 4.0, 3.0, 30.0]) == [1] * 12 + [8] * 4
+    assert told(accordion(threshold=0.2), [8.0, 4.0, 3.0, 2.7, 2.7]) == [1] * 16 + [8] * 4
+
+
+def test_a_fall_of_the_rate_keeps_them_small():
+    rate = lambda step: 0.1 if step < 6 else 0.01  # noqa: E731
+    assert told(accordion(), [8.0, 8.0, 8.0], rate=rate) == [1] * 12
+    assert told(accordion(), [8.0, 8.0, 8.0]) == [1] * 8 + [8] * 4
+
+
+def test_decisions_go_to_telemetry():
+    balance = accordion()
+    told(balance, [8.0, 8.0])
+    [choice] = balance.news(8)
+    assert (choice.step, choice.knob, choice.value, choice.critical, choice.ratio) == (8, "loader batches", 8, False, 0)
+    assert not list(balance.news(9))
+
+
 # ------------------------------------------------------------------------------------------------ bad input
 
 
-def test_bounds_the_wrong_way_round():
+@pytest.mark.parametrize("name", ["adaptive_batch", "accordion_batch"])
+def test_bounds(name):
     with pytest.raises(MethodError, match="low=4 is above high=2"):
-        method("adaptive_batch", low=4, high=2)
+        method(name, low=4, high=2)
+    with pytest.raises(MethodError, match="low=0 is out of range"):
+        method(name, low=0)
 
 
-@pytest.mark.parametrize("name", ["adascale", "adaptive_batch"])
+def test_a_window_without_a_measurement():
+    with pytest.raises(MethodError, match="every=20 is above window=10"):
+        method("accordion_batch", every=20, window=10)
+
+
+def test_a_rate_that_cannot_be_seen_to_fall():
+    with pytest.raises(MethodError, match="it is a tensor"):
+        run(2, data(1), lambda m: torch.optim.SGD(m.parameters(), lr=torch.tensor(0.1)), spec="accordion_batch")
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
 @pytest.mark.parametrize(
     "with_", ["topk", "powersgd", "qsgd", "int8", "per_bucket", "local_sgd", "delayed", "sma", "async_average"]
 )
@@ -470,7 +511,7 @@ def test_compressed_and_local_gradients_are_refused(name, with_):
         method(f"{name}+{with_}")
 
 
-@pytest.mark.parametrize("name", ["adascale", "adaptive_batch"])
+@pytest.mark.parametrize("name", ADAPTIVE)
 def test_one_gradient_a_step_is_refused(name):
     with pytest.raises(MethodError, match="needs two workers, or two micro-batches"):
         run(1, data(1), spec=name)

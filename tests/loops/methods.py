@@ -27,6 +27,7 @@ DENSE: dict[str, tuple[dict[str, Any], float]] = {  # knobs of reducers, and the
     "error_feedback": ({}, ROUNDING),
     "warmup": ({"steps": 1000}, ROUNDING),
     "per_bucket": ({}, ROUNDING),
+    "accordion": ({"threshold": 0.0, "window": 2}, ROUNDING),  # always at the low setting, which is dense
     "half": ({}, 3e-3),
     "int8": ({}, 3e-2),
     "qsgd": ({"bits": 8, "d": 32}, 3e-2),
@@ -80,7 +81,7 @@ def _reducer(name: str) -> Column:
     extra: dict[str, Any] = {}
     if name == "error_feedback":
         extra = {"of": registry.find("topk")(ratio=1.0)}
-    elif name == "per_bucket":
+    elif name in ("accordion", "per_bucket"):
         extra = {"of": registry.find("topk")(ratio=1.0), "smallest": 30}
     return _column(name, lambda: Method(**cls(**knobs, **_fresh(extra)).recipe()), tolerance, law=tolerance == ANY)
 

@@ -28,7 +28,7 @@ def seen(shares: list[int], generator: torch.Generator) -> NoiseSample:
 def test_both_estimates_are_right_on_average(shares):
     """Within four standard errors of what the gradients were drawn with, whatever the shares are."""
     generator = torch.Generator().manual_seed(0)
-    found = torch.tensor([seen(shares, generator)[:2] for _ in range(2000)], dtype=torch.float64)
+    found = torch.tensor([seen(shares, generator)[:2] for _ in range(800)], dtype=torch.float64)
     error = found.std(0) / math.sqrt(len(found))
     want = torch.tensor([DIM * G**2, DIM * SIGMA**2], dtype=torch.float64)
     assert ((found.mean(0) - want).abs() < 4 * error).all(), (found.mean(0), want, error)

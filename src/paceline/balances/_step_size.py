@@ -11,7 +11,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -23,6 +24,7 @@ from paceline.core.noise import Noise
 from paceline.core.parts import Balance, StepSize
 from paceline.errors import MethodError
 from paceline.knobs import knob
+from paceline.telemetry.events import Choice
 
 LrRule = Literal["adascale", "sqrt", "linear", "none"]
 
@@ -59,6 +61,11 @@ class SizedStep(Balance):
     def shares(self, seconds: Sequence[float], batch: int) -> list[int]:
         return self.of.shares(seconds, batch)
 
+    every: int = knob(10, "between two measurements of the noise", unit="steps", low=1)
+
+    def measures(self) -> int:
+        return self.every
+
     def check_several(self, units: int) -> None:
         """Refuse a job whose steps are made of one gradient."""
         if units < 2:
@@ -67,3 +74,63 @@ class SizedStep(Balance):
                 why="noise shows in the difference of gradients, and here a step has one",
                 do="start more workers, or give accumulate=2",
             )
+
+
+@dataclass(kw_only=True)
+class GrowingStep(SizedStep):
+    """A balance whose steps take from `low` to `high` times as many batches as `accumulate` has it.
+
+    The learning rate is that of `low`. A step of k times as many batches is made with it times a factor by `lr_rule`,
+    and counts k steps of the schedule, so that this ends at the same sample: paceline.scheduled_steps.
+    """
+
+    low: int = knob(1, "the smallest batch", unit="loader batches", low=1)
+    high: int = knob(16, "the largest batch", unit="loader batches", low=1)
+    lr_rule: LrRule = knob("linear", "the rate's factor for k times the smallest batch: the measured gain, √k, k or 1")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._told = self.low  # what telemetry has heard of
+        if self.low > self.high:
+            raise MethodError(
+                f"{self.name}: low={self.low} is above high={self.high}",
+                why="the batch stays between the two",
+                do=f"give low={self.high}, high={self.low}",
+            )
+
+    def check(self, optimizer: Optimizer) -> None:
+        if self.lr_rule != "none":
+            check_rate(self.name, optimizer)
+
+    def check_world(self, world_size: int, accumulate: int) -> None:
+        if self.low < self.high:
+            self.check_several(world_size * accumulate * self.low)
+
+    def measures(self) -> int:
+        return self.every if self.low < self.high else 0
+
+    def multiple(self) -> int:
+        return int(self.state.get("multiple", self.low))
+
+    def rate(self, size: StepSize) -> float:
+        return rate_of(self.lr_rule, size, self._grown(size), self.noise)
+
+    def counts(self, size: StepSize) -> float:
+        return self._grown(size)
+
+    def news(self, step: int) -> Iterator[Choice]:
+        if (multiple := self.multiple()) != self._told:
+            self._told, critical = multiple, bool(self.state.get("critical"))
+            yield Choice(
+                t=time.monotonic(),
+                step=step,
+                layer="",
+                knob="loader batches",
+                value=multiple,
+                critical=critical,
+                ratio=self.state.get("ratio"),
+            )
+
+    def _grown(self, size: StepSize) -> float:
+        """How many times the smallest batch. The last step of an epoch may be smaller, and counts as that."""
+        return max(size.multiple / self.low, 1.0)

@@ -20,9 +20,9 @@ class AdaScale(SizedStep):
 
         r = (σ²/base + μ²)/(σ²/batch + μ²)     from 1 (no noise) to S = batch/base (nothing but noise)
 
-    with μ² = |G|² and σ² = tr(Σ) of one sample's gradient, moving averages of what is measured in every `every`-th step.
-    A step counts r steps of the schedule: paceline.scheduled_steps says how often to call scheduler.step(). The gain is
-    1 until the first measurement.
+    with μ² = |G|² and σ² = tr(Σ) of one sample's gradient, moving averages of what is measured in every `every`-th
+    step. A step counts r steps of the schedule: paceline.scheduled_steps says how often to call scheduler.step(). The
+    gain is 1 until the first measurement.
     """
 
     name: ClassVar[str] = "adascale"
@@ -31,16 +31,12 @@ class AdaScale(SizedStep):
     base: float = knob(
         0.0, "the batch for which rate and schedule were chosen; 0: one worker's micro-batch", unit="samples", low=0.0
     )
-    every: int = knob(10, "between two measurements of the noise", unit="steps", low=1)
 
     def check(self, optimizer: Optimizer) -> None:
         check_rate(self.name, optimizer)
 
     def check_world(self, world_size: int, accumulate: int) -> None:
         self.check_several(world_size * accumulate)
-
-    def measures(self) -> int:
-        return self.every
 
     def rate(self, size: StepSize) -> float:
         return self.noise.gain(self.base or size.samples / size.units, size.samples) if size.samples else 1.0

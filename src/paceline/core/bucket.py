@@ -47,6 +47,7 @@ class Bucket:
         first = named[0][1]
         self.index = index
         self.step = 0  # agreed: how many steps had counted when its exchange began. Schedules go by this
+        self.rate = 0.0  # agreed: the sum of the groups' learning rates then. Policies look whether it falls
         self.n = sum(_length(p) for _, p in named)
         step = _ALIGN * world_size
         self.flat = torch.zeros(-(-(self.n + TAIL) // step) * step, dtype=_real(first), device=first.device)
@@ -270,7 +271,7 @@ class Chunk(Bucket):
         self.index = (whole.index + 1) * 1_000_000 + k  # no other bucket has it
         self.start, self.aside = start, None
         self.flat = self.kept = whole.flat[start:stop]
-        self.n, self.step = min(stop, whole.n) - start, 0
+        self.n, self.step, self.rate = min(stop, whole.n) - start, 0, 0.0
 
 
 def _real(p: Tensor) -> torch.dtype:

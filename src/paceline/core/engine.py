@@ -318,9 +318,16 @@ class Engine:
         )
         numbers = (x for x in values if isinstance(x, (int, float)))
         settings = hash((*numbers, self.ex.rate, self.window.accumulate)) % _SETTINGS
-        rate = groups[0].get("lr")
-        rate = float(rate) if isinstance(rate, (int, float)) else 0.0  # in a tensor it may be on a GPU
-        return Place(self.ex.step, self._backwards, self.window.number, settings, rate)
+        return Place(self.ex.step, self._backwards, self.window.number, settings, self.rates()[0])
+
+    def rates(self) -> list[float]:
+        """Each group's learning rate; zero where it is a tensor, which may be on a GPU."""
+        rates = [group.get("lr") for group in self.optimizer.param_groups]
+        return [float(rate) if isinstance(rate, (int, float)) else 0.0 for rate in rates]
+
+    def _date(self, b: Bucket) -> None:
+        """An exchange of this bucket begins."""
+        b.step, b.rate = self.ex.step, sum(self.rates())
 
     def arrive(self, b: Bucket, slot: Slot) -> None:
         """Autograd has accumulated a parameter's gradient."""
@@ -339,7 +346,7 @@ class Engine:
         for b in list(self.method.order.next(self._ready, self._out, event)):
             self._ready.remove(b)
             self._out.append(b)
-            b.step = self.ex.step
+            self._date(b)
             if self._final and b is self._final.chunks[0]:
                 self.vote.close(self._final, self.buckets, self.pipeline.backlog())
             self.pipeline.start(self.ex.grad(b), b.whole, b.flat.nbytes)
@@ -617,7 +624,7 @@ class Engine:
     def _together(self, what: Callable[[Bucket], Coroutine[Any, None, None]], *, buffers: bool = False) -> None:
         with self.waiting():
             for b in self.buckets:
-                b.step = self.ex.step
+                self._date(b)
                 self.pipeline.start(what(b), b)
                 self.pipeline.drain(left=self.method.layout.at_once)
             if buffers:
@@ -649,6 +656,9 @@ class Engine:
             b.reset()
         if made:
             self.replicas.step_made()
+            for part in self.method.parts():
+                for event in part.news(self.ex.step):
+                    self.recorder.emit(event)
 
     def zero_grad(self, do: Callable[[], None], *, in_place: bool = False) -> None:
         """The user called optimizer.zero_grad(): nothing to do in the middle of a window."""

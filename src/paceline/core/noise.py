@@ -66,7 +66,7 @@ class Noise(NamedTuple):
     def gain(self, base: float, batch: float) -> float:
         """How many steps of `base` samples one step of `batch` is worth: from 1 to batch/base.
 
-        It is (tr(Σ)/base + |G|²)/(tr(Σ)/batch + |G|²), the gain of AdaScale. Divided by batch/base it is the
+        It is (tr(Σ)/base + |G|²)/(tr(Σ)/batch + |G|²) (Johnson et al., ICML 2020). Divided by batch/base it is the
         statistical efficiency of Pollux, (B + base)/(B + batch).
         """
         square, trace = self.corrected()

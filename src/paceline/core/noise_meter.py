@@ -1,9 +1,9 @@
 """Measuring the noise of gradients in some steps: two norms and a sum of three numbers.
 
 What goes into [Note: noise scale] (noise.py) is there anyway: a worker's own gradient when it is about to be sent, and
-the mean when it has landed. Each is read once more for its norm, every K steps, and not at all if nobody asks. The three
-numbers are summed over the workers beside the optimizer's step and read when the next exchange begins, so nobody waits
-for them, all workers hear the same, and a step that does not count is not heard.
+the mean when it has landed. Each is read once more for its norm, every K steps, and not at all if it is not asked for.
+The three numbers are summed over the workers beside the optimizer's step and read when the next exchange begins, so no
+step waits for them, all workers hear the same, and a step that does not count is not heard.
 """
 
 from __future__ import annotations
@@ -149,4 +149,8 @@ def _square(x: Tensor) -> Tensor:
 
 
 def _total(squares: list[Tensor]) -> Tensor:
-    return torch.stack([x.to(squares[0].device) for x in squares]).sum() if squares else torch.zeros((), dtype=torch.float64)
+    return (
+        torch.stack([x.to(squares[0].device) for x in squares]).sum()
+        if squares
+        else torch.zeros((), dtype=torch.float64)
+    )

@@ -7,7 +7,7 @@ nowhere else, so saving, moving, staging and resetting work for every part alike
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from paceline import knobs
 from paceline.core.facts import Fact
 from paceline.core.state import State
+from paceline.telemetry.events import AnyEvent
 
 if TYPE_CHECKING:
     from paceline.core.bucket import Bucket
@@ -66,6 +67,10 @@ class Part:
 
     def recut(self) -> None:
         """Buckets are going to be cut anew: forget what is kept by bucket index outside of `state`."""
+
+    def news(self, step: int) -> Iterable[AnyEvent]:
+        """What telemetry has not heard of yet. `step` steps have counted, and what they staged is real."""
+        return ()
 
     def config(self) -> dict[str, Any]:
         """Name and knobs, as canonical data: compared between workers, written to checkpoints."""

@@ -228,7 +228,7 @@ class StepSize(NamedTuple):
     multiple: float  # its batches, over those of a step as `accumulate` has it
     samples: float  # of all workers
     units: int  # of all workers: the micro-batches it is made of
-    rate: float  # the first group's learning rate, as the user's scheduler has set it
+    rate: float  # the sum of the groups' learning rates, as the user's scheduler has set them
 
 
 @dataclass(kw_only=True)

@@ -62,12 +62,12 @@ class StepSizes:
             engine.ex.rate = engine.method.balance.rate(self._size())
 
     def _size(self) -> StepSize:
-        totals, rate = self.engine.window.totals, self.engine.optimizer.param_groups[0].get("lr")
+        totals = self.engine.window.totals
         return StepSize(
             multiple=len(totals) / self.engine.options.accumulate,
             samples=sum(totals),
             units=len(totals) * self.engine.group.world_size,
-            rate=float(rate) if isinstance(rate, (int, float)) else 0.0,  # in a tensor it may be on a GPU
+            rate=sum(self.engine.rates()),
         )
 
     def made(self) -> None:

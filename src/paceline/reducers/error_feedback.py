@@ -12,7 +12,7 @@ from paceline.comm.protocol import Comm
 from paceline.core.facts import Fact
 from paceline.core.parts import Reduced, Reducer
 from paceline.knobs import knob
-from paceline.reducers._memory import lend
+from paceline.reducers._memory import Spares, lend
 from paceline.reducers.topk import TopK
 from paceline.registry import register
 
@@ -45,13 +45,13 @@ class ErrorFeedback(Reducer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._before: dict[int, Tensor | None] = {}  # bucket -> the e of the step before
+        self._spares = Spares()
         if self.anyway:
             vars(self)["refuses"] = {fact: why for fact, why in self.refuses.items() if fact != Fact.UNBIASED}
 
     async def mean(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
         e: Tensor | None = self.state.get((b.index, "e"))
-        corrected = self._spare(b, x, e)  # the reducer may turn it into the leftover in place
+        corrected = self._spares.take(self.state, b, "e", x)  # the reducer may turn it into the leftover in place
         if e is None:
             corrected.copy_(x)
         else:
@@ -66,19 +66,11 @@ class ErrorFeedback(Reducer):
             self.state[b.index, "e"] = left
         return Reduced(reduced.mean.to(x.dtype), lambda: left)
 
-    def _spare(self, b: Bucket, x: Tensor, e: Tensor | None) -> Tensor:
-        """An fp32 vector to work in: the e of the step before if it is free by now. _memory.py says why."""
-        spare = self._before.get(b.index)
-        self._before[b.index] = None if x.is_cuda else e
-        if spare is None or spare is e or spare is self.state.real.get((b.index, "e")) or spare.shape != x.shape:
-            return torch.empty_like(x, dtype=torch.float32)
-        return spare
-
     def flush(self, b: Bucket) -> Tensor | None:
         return self.state.get((b.index, "e"))
 
     def recut(self) -> None:
-        self._before.clear()
+        self._spares.clear()
 
     def sends(self, b: Bucket, world_size: int) -> int:
         return self.of.sends(b, world_size)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
-from paceline.comm.protocol import Comm
 from paceline.core.facts import Fact
-from paceline.core.parts import Reduced, Reducer
+from paceline.core.parts import Reducer
 from paceline.knobs import knob
+from paceline.reducers._policy import Policy
 from paceline.reducers.error_feedback import ErrorFeedback
 from paceline.reducers.exact import Exact
 from paceline.registry import register
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @register
 @dataclass(kw_only=True)
-class PerBucket(Reducer):
+class PerBucket(Policy):
     """Picks one of two reducers by a parameter's size, dimensions and name; nest it for more than two.
 
     Small tensors cost few bytes and lose most by compression, and so may embeddings and the last layer. The two kinds
@@ -42,23 +42,14 @@ class PerBucket(Reducer):
     def facts(self) -> frozenset[Fact]:
         return super().facts() - {Fact.EXACT_MEAN, Fact.CLOSE_MEAN}  # only some buckets have one
 
-    def choose(self, name: str, p: Tensor) -> Reducer:
+    def _pick(self, name: str, p: Tensor) -> Reducer:
         small = p.numel() < self.smallest or p.dim() < self.dims
         named = any(fnmatchcase(name, pattern.strip()) for pattern in self.names.split(","))
         return self.other if small or named else self.of
 
     def kind(self, name: str, p: Tensor) -> Hashable:
-        chosen = self.choose(name, p)
+        chosen = self._pick(name, p)
         return chosen is self.of, chosen.kind(name, p)
 
-    async def mean(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
-        return await self._for(b).mean(b, x, comm)
-
-    async def mine(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
-        return await self._for(b).mine(b, x, comm)
-
-    def sends(self, b: Bucket, world_size: int) -> int:
-        return self._for(b).sends(b, world_size)
-
-    def _for(self, b: Bucket) -> Reducer:
-        return self.choose(b.slots[0].name, b.slots[0].param)
+    def choose(self, b: Bucket) -> Reducer:
+        return self._pick(b.slots[0].name, b.slots[0].param)

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from torch import Tensor
-
-from paceline import knobs
-from paceline.comm.protocol import Comm
-from paceline.core.parts import Part, Reduced, Reducer
-from paceline.errors import MethodError, nearest
+from paceline.core.parts import Reducer
+from paceline.errors import MethodError
 from paceline.knobs import knob
-from paceline.reducers._memory import vectors
+from paceline.reducers._policy import Dial, Policy
 from paceline.reducers.exact import Exact
 from paceline.reducers.half import Half
 from paceline.registry import register
@@ -28,7 +21,7 @@ _EXACT = Exact()
 
 @register
 @dataclass(kw_only=True)
-class Warmup(Reducer):
+class Warmup(Policy):
     """The exact mean for the first steps, when gradients are large and change fast; then the reducer inside.
 
     With `schedule`, the name of one of its knobs, the reducer inside is used from the first step on, and that knob
@@ -54,72 +47,25 @@ class Warmup(Reducer):
         if self.schedule:
             self._prepare()
 
-    async def mean(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
-        return await self._now(b).mean(b, x, comm)
-
-    async def mine(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
-        return await self._now(b).mine(b, x, comm)
-
-    def sends(self, b: Bucket, world_size: int) -> int:
-        return self._now(b).sends(b, world_size)
-
-    def _now(self, b: Bucket) -> Reducer:
+    def choose(self, b: Bucket) -> Reducer:
         if b.step >= self.steps:
             return self.of
-        return _turned(self.of, self.schedule, self._value(b.step)) if self.schedule else _EXACT
+        return self._dial.at(self.of, self._value(b.step)) if self.schedule else _EXACT
 
     def _value(self, step: int) -> float:
         """The scheduled knob's value, which depends on the step alone."""
-        final = getattr(_owner(self.of, self.schedule), self.schedule)
+        final = self._dial.value(self.of)
         stage = step * self.stages // self.steps
         start, t = self.start, stage / self.stages
         if not start:  # not the upper end itself, which would be no compression at all
-            start, t = self._high, (stage + 1) / (self.stages + 1)
-        value: float = start * (final / start) ** t
-        if self._legal:
-            return min(self._legal, key=lambda choice: abs(math.log(choice / value)))
-        return round(value) if isinstance(final, int) else value
+            start, t = self._dial.most, (stage + 1) / (self.stages + 1)
+        return self._dial.legal(start * (final / start) ** t)
 
     def _prepare(self) -> None:
         """Find the range of the scheduled knob, and raise if it cannot be scheduled."""
-        owner = _owner(self.of, self.schedule)
-        if owner is None:
-            numbers = [name for part in self.of.parts() for name in _numbers(part)]
-            raise MethodError(
-                f"{self.name}: {self.of.name} has no knob {self.schedule!r} that could be scheduled",
-                why="a schedule goes from one positive number to another",
-                do=nearest(self.schedule, numbers) if numbers else "leave schedule empty: exact at first",
-            )
-        field = next(f for f in dataclasses.fields(owner) if f.name == self.schedule)
-        self._legal: tuple[float, ...] = knobs.choices(knobs.kinds(type(owner))[field.name])
-        self._high: float = max(self._legal) if self._legal else field.metadata.get("high") or 0.0
-        if not self.start and not self._high:
+        self._dial = Dial(
+            self, self.of, self.schedule, purpose="scheduled", instead="leave schedule empty: exact at first"
+        )
+        if not self.start and not self._dial.most:
             raise MethodError(f"{self.name}: {self.schedule!r} has no upper end to come from", do="give start=")
-        for part in _turned(self.of, self.schedule, self._value(0)).parts():
-            knobs.check(part)
-
-
-def _numbers(part: Part) -> list[str]:
-    values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
-    return [name for name, v in values.items() if type(v) in (int, float) and v > 0]
-
-
-def _owner(part: Part, name: str) -> Part | None:
-    """The outermost part that has the knob."""
-    return next((p for p in part.parts() if name in _numbers(p)), None)
-
-
-def _turned(part: Any, name: str, value: float) -> Any:
-    """A copy of the part with the knob at another value, which shares the part's state and scratch vectors.
-
-    The part itself is not changed, because exchanges of other buckets may be under way.
-    """
-    vectors(part)  # created before the copy, so that the copy shares them
-    turned = copy.copy(part)
-    if name in _numbers(part):
-        setattr(turned, name, value)
-        return turned
-    inside = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
-    where = next(k for k, inner in inside.items() if isinstance(inner, Part) and _owner(inner, name))
-    setattr(turned, where, _turned(inside[where], name, value))
-    return turned
+        self._dial.check(self.of, self._value(0))

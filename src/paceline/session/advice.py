@@ -1,7 +1,7 @@
 """How many workers is this job good for? From the noise of its gradients and from where its time goes.
 
-[Note: goodput] Goodput is throughput times statistical efficiency (Pollux, Qiao et al., OSDI 2021): progress in a second.
-With W workers and B samples to a step
+[Note: goodput] Goodput is throughput times statistical efficiency (Pollux, Qiao et al., OSDI 2021): progress in a
+second. With W workers and B samples to a step
 
     step(W, B)    = c·B/W + e                     c: a worker's seconds for a sample, e: exposed communication of a step
     efficiency(B) = n/(n + B)                     n: the gradient noise scale; what a sample of a batch of B is worth
@@ -12,7 +12,8 @@ waits for others stays as it was measured, except that one worker waits for nobo
 itself counts as communication. For each W one batch is best: B = √(e·n·W/c).
 
 A worker *pays* while it adds at least half of what an average one of those before it does:
-W·(goodput(W + 1)/goodput(W) − 1) ≥ 1/2.
+W·(goodput(W + 1)/goodput(W) − 1) ≥ 1/2. Nothing is said of more than sixteen times the workers that were measured: the
+smaller a worker's part of a batch, the more of its time is no computing at all, and one measurement does not show that.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from paceline.core.engine import Engine
 
 PAYS = 0.5  # of an average worker's goodput
-MOST = 1024  # workers that are thought of
+FAR = 16  # times the workers there are: as far as the model is carried
 _ENOUGH = 10  # measurements and laps below which nothing is said
 
 
@@ -57,9 +58,9 @@ class GoodputModel:
         )
         return (world_size - 1) * (now / before - 1) >= PAYS
 
-    def most_workers(self, batch: float | None = None) -> int:
-        """The largest number of workers of which the last one pays."""
-        limit = MOST if batch is None else min(MOST, int(batch))
+    def most_workers(self, limit: int, batch: float | None = None) -> int:
+        """The largest number of workers, up to a limit, of which the last one pays."""
+        limit = limit if batch is None else min(limit, int(batch))
         return max((w for w in range(2, limit + 1) if self.pays(w, batch)), default=1)
 
     def _exposed_s(self, world_size: int) -> float:
@@ -106,13 +107,12 @@ class Advice:
         now = f"a batch of {self.batch:.0f} has {self.efficiency:.0%} efficiency"
         if not self.workers:
             return f"{now}; one worker does not show what waiting for others would cost ({rests})"
-        here = f"at this batch workers pay up to {_workers(self.workers)}"
-        free = f"up to {_workers(self.workers_any_batch)} with a batch of {self.best_batch:.0f}"
+        here = f"at this batch workers pay up to {self._counted(self.workers)}"
+        free = f"up to {self._counted(self.workers_any_batch)} with a batch of {self.best_batch:.0f}"
         return f"{now}; {here}, {free}; there are {self.world_size} ({rests})"
 
-
-def _workers(count: int) -> str:
-    return f"{count} or more" if count >= MOST else str(count)
+    def _counted(self, workers: int) -> str:
+        return f"{workers} or more" if workers >= FAR * self.world_size else str(workers)
 
 
 def advise(engine: Engine) -> Advice:
@@ -138,8 +138,8 @@ def advise(engine: Engine) -> Advice:
     compute_s = sum(lap.compute_s for lap in laps) / len(laps) * batches
     exposed_s = sum(lap.wait_s for lap in laps) / len(laps) * batches
     model = GoodputModel(sample_s=compute_s * world_size / total, exposed_s=exposed_s, noise_scale=noise.scale)
-    free = model.most_workers()
-    several = world_size > 1  # one alone does not show what waiting costs
+    several, limit = world_size > 1, FAR * world_size  # one alone does not show what waiting costs
+    free = model.most_workers(limit)
     return Advice(
         world_size=world_size,
         batch=total,
@@ -147,7 +147,7 @@ def advise(engine: Engine) -> Advice:
         measurements=noise.seen,
         compute_s=compute_s,
         exposed_s=exposed_s,
-        workers=model.most_workers(total) if several else 0,
+        workers=model.most_workers(limit, total) if several else 0,
         workers_any_batch=free if several else 0,
         best_batch=model.best_batch(free) if several else 0.0,
     )

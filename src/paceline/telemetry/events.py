@@ -80,6 +80,17 @@ class Skip(TelemetryEvent):
     why: str
 
 
+class Choice(TelemetryEvent):
+    """A policy has chosen a setting for a layer or for steps, the old one or another. All workers choose alike."""
+
+    step: int  # it holds after so many steps
+    layer: str  # the parameter's name; empty: it is about whole steps
+    knob: str
+    value: float
+    critical: bool  # in the regime that compresses less, or takes smaller steps
+    ratio: float | None  # how much the gradient's norm has changed; none: there were no two to compare
+
+
 class Note(TelemetryEvent):
     """Something a person should read once."""
 
@@ -94,7 +105,7 @@ class Bye(TelemetryEvent):
     error: str = ""
 
 
-AnyEvent = Hello | Step | Metric | Barrier | Wire | Skip | Note | Bye
+AnyEvent = Hello | Step | Metric | Barrier | Wire | Skip | Choice | Note | Bye
 _decoder = msgspec.json.Decoder(AnyEvent)
 
 
