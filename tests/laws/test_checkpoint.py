@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import threads
+from laws_table import brisk
 from paceline import registry
 from paceline.checkpoint import folders
 from paceline.checkpoint import load as loading
@@ -121,9 +122,10 @@ def test_masters_that_were_not_saved_are_the_weights(tmp_path):
 
 
 @layouts
-@pytest.mark.parametrize("reducer", ["topk", "powersgd", "dgc"])
+@pytest.mark.parametrize("reducer", ["topk", "powersgd", "dgc", "accordion"])
 def test_what_a_reducer_remembers_goes_along(tmp_path, layout, reducer):
-    spec = Method(reducer=method(reducer).reducer, layout=registry.find(layout)())
+    chosen = method(reducer, **brisk(registry.find(reducer))).reducer
+    spec = Method(reducer=chosen, layout=registry.find(layout)())
     plain = (lambda model: torch.optim.SGD(model.parameters(), lr=0.1)) if reducer == "dgc" else adamw
     equal(*goes_on(tmp_path, 2, spec, optimizer=plain))
 
