@@ -42,10 +42,10 @@ def test_the_best_batch_is_that_of_brute_force(model):
 @pytest.mark.parametrize("model", MODELS, ids=str)
 @pytest.mark.parametrize("batch", [None, 256])
 def test_the_last_worker_that_pays_is_that_of_brute_force(model, batch):
-    limit, found = 64, 1
+    limit, found = 40, 1
     for world_size in range(2, limit + 1):
         before, now = (
-            max(goodput(model, w, b) for b in ([batch] if batch else [w * 1.002**i for i in range(7000)]))
+            max(goodput(model, w, b) for b in ([batch] if batch else [w * 1.005**i for i in range(2800)]))
             for w in (world_size - 1, world_size)
         )
         if (now - before) / (before / (world_size - 1)) >= 0.5 - 1e-9:
@@ -112,7 +112,7 @@ def test_one_worker_has_a_noise_scale_and_no_price_of_waiting():
         ("nothing is measured", {"advice": 0}),
         ("has one gradient a step", {"world_size": 1}),
         ("with local_sgd a worker's gradients are not those", {"spec": "local_sgd"}),
-        ("the mean that topk estimates has another norm", {"spec": "topk"}),
+        ("estimates has another norm than the mean itself", {"spec": "topk"}),
         ("no loader was given", {"told": False}),
     ],
 )

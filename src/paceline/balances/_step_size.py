@@ -61,7 +61,7 @@ class SizedStep(Balance):
     def shares(self, seconds: Sequence[float], batch: int) -> list[int]:
         return self.of.shares(seconds, batch)
 
-    every: int = knob(10, "between two measurements of the noise", unit="steps", low=1)
+    every: int = knob(20, "between two measurements of the noise", unit="steps", low=1)
 
     def measures(self) -> int:
         return self.every

@@ -122,7 +122,7 @@ def advise(engine: Engine) -> Advice:
     laps = laps[: math.ceil(len(laps) * 0.9)]  # without the longest: a compilation, an evaluation, a checkpoint
     why = engine.noise.why_not()
     if not why and not engine.noise.every:
-        why = "nothing is measured; prepare(advice=10) does so in every tenth step"
+        why = "nothing is measured; prepare(advice=20) does so in every 20th step"
     if not why and (batch is None or not laps):
         why = "no loader was given to prepare, and nobody else counts samples"
     if not why and min(noise.seen, len(laps)) < _ENOUGH:
