@@ -14,7 +14,20 @@ from paceline._version import __version__
 from paceline.errors import show_uncaught as _show_uncaught
 
 if TYPE_CHECKING:
-    from paceline.api import consensus, is_async, load, log, moment, no_sync, prepare, save, untimed, will_step
+    from paceline.api import (
+        advice,
+        consensus,
+        is_async,
+        load,
+        log,
+        moment,
+        no_sync,
+        prepare,
+        save,
+        scheduled_steps,
+        untimed,
+        will_step,
+    )
     from paceline.errors import (
         CheckpointError,
         DataError,
@@ -29,6 +42,7 @@ if TYPE_CHECKING:
     from paceline.learners.learners import Learners
     from paceline.method import Method
     from paceline.registry import register
+    from paceline.session.advice import Advice
     from paceline.session.collectives import (
         all_gather,
         barrier,
@@ -43,6 +57,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "Advice",
     "CheckpointError",
     "DataError",
     "Learners",
@@ -55,6 +70,7 @@ __all__ = [
     "PeerTimeoutError",
     "UsageError",
     "__version__",
+    "advice",
     "all_gather",
     "barrier",
     "broadcast",
@@ -72,6 +88,7 @@ __all__ = [
     "rank",
     "register",
     "save",
+    "scheduled_steps",
     "shutdown",
     "untimed",
     "will_step",
@@ -90,9 +107,12 @@ _COLLECTIVES = (
     "shutdown",
     "world_size",
 )
-_HOME = {"Learners": "learners.learners", "Method": "method", "register": "registry"} | dict.fromkeys(
-    _COLLECTIVES, "session.collectives"
-)
+_HOME = {
+    "Advice": "session.advice",
+    "Learners": "learners.learners",
+    "Method": "method",
+    "register": "registry",
+} | dict.fromkeys(_COLLECTIVES, "session.collectives")
 
 
 _show_uncaught()

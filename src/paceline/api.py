@@ -33,6 +33,7 @@ from paceline.errors import MethodError, UsageError, nearest
 from paceline.method import Method
 from paceline.method import method as make_method
 from paceline.session import assemble, session
+from paceline.session.advice import Advice, advise
 from paceline.session.hooks import watch_for_same_work
 from paceline.session.objects import Objects
 from paceline.session.session import Session, current
@@ -72,6 +73,7 @@ def prepare(
     tuned: AnyPath = None,
     group: Any = None,
     check_replicas: int = 50,
+    advice: int = 0,
     **knobs: Any,
 ) -> tuple[ModelT, OptimizerT]: ...
 @overload
@@ -95,6 +97,7 @@ def prepare(
     tuned: AnyPath = None,
     group: Any = None,
     check_replicas: int = 50,
+    advice: int = 0,
     **knobs: Any,
 ) -> tuple[ModelT, OptimizerT, Loader[BatchT]]: ...
 @overload
@@ -118,6 +121,7 @@ def prepare(
     tuned: AnyPath = None,
     group: Any = None,
     check_replicas: int = 50,
+    advice: int = 0,
     **knobs: Any,
 ) -> tuple[ModelT, OptimizerT, Loader[BatchT]]: ...
 @overload
@@ -142,6 +146,7 @@ def prepare(
     tuned: AnyPath = None,
     group: Any = None,
     check_replicas: int = 50,
+    advice: int = 0,
     **knobs: Any,
 ) -> tuple[ModelT, OptimizerT, Loader[BatchT], ScalerT]: ...
 @overload
@@ -166,6 +171,7 @@ def prepare(
     tuned: AnyPath = None,
     group: Any = None,
     check_replicas: int = 50,
+    advice: int = 0,
     **knobs: Any,
 ) -> tuple[ModelT, OptimizerT, Loader[BatchT], ScalerT]: ...
 @overload
@@ -185,6 +191,7 @@ def prepare(
     tuned: AnyPath = None,
     group: Any = None,
     check_replicas: int = 50,
+    advice: int = 0,
     **knobs: Any,
 ) -> Any: ...
 def prepare(
@@ -203,6 +210,7 @@ def prepare(
     tuned: AnyPath = None,
     group: Any = None,
     check_replicas: int = 50,
+    advice: int = 0,
     **knobs: Any,
 ) -> Any:
     """Make a plain training loop data-parallel.
@@ -233,6 +241,8 @@ def prepare(
     group: an existing process group of torch.distributed, or one axis of a DeviceMesh, in place of all workers.
     check_replicas: how many steps lie between two looks whether all workers have the same weights, where the method
         promises that; 0: never.
+    advice: how many steps lie between two measurements of the gradients' noise, on which paceline.advice() rests and
+        its line at the end of the run; 0: none is made, and no line is printed.
     knobs: the method's own, by name: `prepare(..., method="powersgd", rank=4)`.
     """
     given = {
@@ -249,6 +259,7 @@ def prepare(
         "tuned": tuned,
         "group": group,
         "check_replicas": check_replicas,
+        "advice": advice,
     }
     env = Environment.read()
     settings = Settings(**given | _overrides(env, given))
@@ -258,6 +269,8 @@ def prepare(
     if peer is not None and settings.loss == "sum":
         raise UsageError(f"{peer} takes the mean of gradients", why="loss='sum' asks for their sum", do="leave one out")
     meta.check(sorted_.models, weights=settings.weights is not None)
+    if peer is None:
+        assemble.check(sorted_, chosen, settings, world_size=env.world_size if settings.group is None else None)
     here = session.open_session(env, settings)
     here.process.check_not_forked()
     here.check_new(sorted_)
@@ -547,8 +560,35 @@ def no_sync(optimizer: Optimizer) -> AbstractContextManager[None]:
 
 
 def will_step(optimizer: Optimizer) -> bool:
-    """With accumulate=N: will the next optimizer.step() really step? For LR schedulers and logging."""
+    """With accumulate=N, or a balance that changes the batch: will the next optimizer.step() really step?"""
     return _engine(optimizer, "will_step").window.closing
+
+
+def scheduled_steps(optimizer: Optimizer) -> int:
+    """How many steps of a learning-rate schedule the last optimizer.step() was worth.
+
+    One, if it stepped; none in the middle of `accumulate` micro-batches and where the step did not count. Under a
+    balance that changes how large a step is, as many as its page says, which may be none, one or several:
+
+        for _ in range(paceline.scheduled_steps(optimizer)):
+            scheduler.step()
+    """
+    return _engine(optimizer, "scheduled_steps").sizes.scheduled
+
+
+def advice(optimizer: Optimizer | None = None) -> Advice:
+    """Say how many workers and which batch this job is good for, by what was measured until now: `print` it.
+
+    Needs prepare(advice=K) or a balance that measures, and a loader that was given to `prepare`. Nothing is asked of
+    the other workers: the noise is the same on all, the times are this worker's. optimizer: which, if several.
+    """
+    here = current()
+    if here is None:
+        raise UsageError("paceline.advice was called before paceline.prepare")
+    engines = list(here.engines)
+    if optimizer is None and len(engines) != 1:
+        raise UsageError(f"advice about which of {len(engines)} optimizers?", do="paceline.advice(optimizer)")
+    return advise(engines[0] if optimizer is None else _engine(optimizer, "advice"))
 
 
 def _engines() -> Iterable[Engine]:

@@ -56,7 +56,8 @@ class Method:
         """Do the parts go together? `facts` are the job's (`optimizer:SGD`); None: there is no job yet to ask."""
         job = dict.fromkeys(facts or (), "the job")
         for axis, whole in self.axes().items():
-            around = job | _given(p for other, top in self.axes().items() if other != axis for p in top.parts())
+            others = [top for other, top in self.axes().items() if other != axis]
+            around = job | {fact: giver for top in others for fact, giver in _given_by(top).items()}
             for part in whole.parts():
                 inside = _given(p for p in part.parts() if p is not part)  # beside it in a wrapper is not with it
                 for fact, reason in part.refuses.items():
@@ -85,6 +86,11 @@ _PLAIN: dict[str, type[Part]] = {
 
 def _given(parts: Iterable[Part]) -> dict[Fact, str]:
     return {fact: part.name for part in parts for fact in part.gives}
+
+
+def _given_by(top: Part) -> dict[Fact, str]:
+    """The facts of a part and of those inside it, without those that it says are not true of the whole."""
+    return {fact: giver for fact, giver in _given(top.parts()).items() if fact in top.facts()}
 
 
 def _text(part: Part) -> str:

@@ -20,7 +20,7 @@ from paceline.method import method
 from rig import Rig, adamw, close, data, loop, mlp, same, sgd, weights
 
 SYNCHRONOUS = [
-    name for axis in ("reducer", "sync", "layout", "order") for name, cls in registry.parts(axis).items()
+    name for axis in ("reducer", "sync", "layout", "order", "balance") for name, cls in registry.parts(axis).items()
     if not getattr(cls, "is_async", False)
 ]  # fmt: skip
 

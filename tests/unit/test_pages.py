@@ -18,7 +18,8 @@ pages = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(pages)
 
 PARTS = registry.parts().items()
-METHODS = [name for name, cls in PARTS if cls.axis == "reducer" or (cls.axis in ("sync", "layout") and cls.paper)]
+OF_PAPERS = ("sync", "layout", "balance")
+METHODS = [name for name, cls in PARTS if cls.axis == "reducer" or (cls.axis in OF_PAPERS and cls.paper)]
 METHODS += ["priority"]
 
 

@@ -123,7 +123,7 @@ class Bucket:
         if not self.holds:
             self._put_aside()
             self._fill_absent()
-        grads = [_dense(s) for s in self._fresh]
+        grads = self.fresh()
         views = [s.view for s in self._fresh]
         if grads and self.holds:
             torch._foreach_add_(views, grads)
@@ -134,6 +134,10 @@ class Bucket:
                 s.param.grad = s.shown
         self._fresh.clear()
         self.holds = False  # what it carried leaves with these, unless `hide` says that it is kept
+
+    def fresh(self) -> list[Tensor]:
+        """The gradients that came as tensors of their own and have not been taken."""
+        return [_dense(s) for s in self._fresh]
 
     def drop_fresh(self) -> None:
         """Forget the gradients of a backward that raised."""

@@ -93,6 +93,7 @@ class DeviceVerdict:
         step = engine.ex.step - 1
         if not alone:
             engine.ex.step = step
+            engine.sizes.take_back()
         engine.guard.skipped(step, bad, alone=alone)
 
 

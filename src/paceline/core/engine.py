@@ -50,10 +50,12 @@ from paceline.core.device_verdict import DeviceVerdict
 from paceline.core.exchange import Exchange, no_scale, no_trace
 from paceline.core.facts import Fact
 from paceline.core.guard import Guard, Mode
+from paceline.core.noise_meter import NoiseMeter
 from paceline.core.overlap import Overlap
 from paceline.core.parts import Event, Parts
 from paceline.core.pipeline import Pipeline
 from paceline.core.replicas import Replicas
+from paceline.core.step_size import StepSizes, scaled_rate
 from paceline.core.vote import NOT_FINITE, Bad, Place, Verdict, Vote, not_finite
 from paceline.core.window import BatchInHand, Window
 from paceline.errors import UsageError
@@ -84,6 +86,7 @@ class EngineOptions:
     summed: bool = False  # the loss is a sum over samples, not their mean
     guard: Mode = "skip"
     check_replicas: int = 0  # steps between two looks whether the replicas agree; 0: never
+    measure_noise: int = 0  # steps between two measurements of the gradients' noise; 0: only if the balance asks
     bucket_bytes: int = 4 << 20
     first_bytes: int = 1 << 20  # of the first bucket: the sooner it is full, the sooner the wire is busy
     lane: str = "gradients"
@@ -123,11 +126,18 @@ class Engine:
             about=on_resume or no_trace,
         )
         self.guard = Guard(self.options.guard, group, recorder)
-        self.window = Window(group, self.options.accumulate, summed=self.options.summed)
+        self.window = Window(
+            group,
+            self.options.accumulate,
+            summed=self.options.summed,
+            multiple=lambda: self.method.balance.multiple(),
+        )
         self.pipeline = Pipeline(on_resume)
         self.buckets = self.ex.buckets
         self.by_hand = ByHand(self)
         self.replicas = Replicas(self, self.options.check_replicas)
+        self.noise = NoiseMeter(self)
+        self.sizes = StepSizes(self)
         self.under_way = False  # a backward is
         self.asked = False  # to step; loss_scale.py looks whether a loss scaler did
         self.exchanged = self.landed = False  # the gradients of this step have left; their means are here
@@ -153,7 +163,8 @@ class Engine:
         method, params = self.method, [p for group in self.optimizer.param_groups for p in group["params"]]
         rests = method.layout.rests(params)
         # Alone there is nobody to agree with, and gradients are left as they are.
-        self.idle = self.group.world_size == 1 and self.window.accumulate == 1 and rests and not self.window.no_sync
+        alone = self.group.world_size == 1 and self.options.accumulate == 1 and not method.balance.adapts
+        self.idle = alone and rests and not self.window.no_sync
         self.vote = Vote(
             self._vote_lane,
             guard=self.guard.mode != "off",
@@ -280,6 +291,9 @@ class Engine:
 
     def _arm(self, *, sends: bool) -> None:
         self.under_way, self._sends = True, sends
+        self.noise.begin(first=self._backwards == 0)
+        if self.window.closing:
+            self.sizes.begin()
         self._backwards += 1
         self.vote.begin(self._place())
         self._coming, self._ready, self._out = [b for b in self.buckets if b.active], [], []
@@ -302,17 +316,18 @@ class Engine:
         values = (
             x for group in groups for value in group.values() for x in (value if type(value) is tuple else (value,))
         )
-        settings = hash(tuple(x for x in values if isinstance(x, (int, float)))) % _SETTINGS
-        return Place(self.ex.step, self._backwards, self.window.number, settings, self._rates()[0])
+        numbers = (x for x in values if isinstance(x, (int, float)))
+        settings = hash((*numbers, self.ex.rate, self.window.accumulate)) % _SETTINGS
+        return Place(self.ex.step, self._backwards, self.window.number, settings, self.rates()[0])
 
-    def _rates(self) -> list[float]:
+    def rates(self) -> list[float]:
         """Each group's learning rate; zero where it is a tensor, which may be on a GPU."""
         rates = [group.get("lr") for group in self.optimizer.param_groups]
         return [float(rate) if isinstance(rate, (int, float)) else 0.0 for rate in rates]
 
     def _date(self, b: Bucket) -> None:
         """An exchange of this bucket begins."""
-        b.step, b.rate = self.ex.step, sum(self._rates())
+        b.step, b.rate = self.ex.step, sum(self.rates())
 
     def arrive(self, b: Bucket, slot: Slot) -> None:
         """Autograd has accumulated a parameter's gradient."""
@@ -341,7 +356,7 @@ class Engine:
                     self.pipeline.drain(left=at_once)
 
     def _load(self, b: Bucket) -> None:
-        b.take()
+        self.noise.take(b)
         b.flat[b.n :].zero_()  # a mean that is not exact may have left something in the padding
         if (factor := self.window.factor()) != 1.0:
             b.flat.mul_(factor)
@@ -357,12 +372,14 @@ class Engine:
                 b.arrive(s)
         if not self.window.closing:
             for b in self._coming:
-                b.take()
+                self.noise.take(b)
                 b.hide()
+            self.noise.backward_ended()
             return
         if self._sends:
             for b in self._coming:
                 self._load(b)
+            self.noise.backward_ended()
             self._send_rest()
         elif self.window.several:
             for b in self._coming:
@@ -421,7 +438,7 @@ class Engine:
         if not self._sends:
             return
         self.exchanged, self.landed = True, False
-        if not self.overlap.on or any(s.sparse for b in self.buckets for s in b.slots):
+        if not self.overlap.on or self.noise.due or any(s.sparse for b in self.buckets for s in b.slots):
             self.land()
             return
         for b in self.buckets:  # whoever asks for them waits first, and then finds them there
@@ -436,6 +453,7 @@ class Engine:
         self.landed = True
         if self.vote.ballot and not self.ex.exact_everywhere:
             self._poison(self.vote.ballot.any_not_finite())
+        self.noise.landed()
         for b in self.buckets:
             b.bind(used[b.index])
         self.by_hand.bound()
@@ -478,6 +496,7 @@ class Engine:
     def step(self, do: Callable[[], Any], *, brings_gradients: bool = False) -> Any:
         """The user called optimizer.step(); `do` is the optimizer's own. brings_gradients: it runs backward itself."""
         self.asked = True
+        self.sizes.scheduled = int(self.idle)
         if self.idle:
             self.ex.step += 1
             return do()
@@ -498,6 +517,7 @@ class Engine:
         if self.exchanged and not self.landed:
             if self.overlap.can_wait():
                 self.window.over()
+                self.sizes.scheduled = 1
                 return self.overlap.defer(do)
             self.overlap.barrier()
         if self.exchanged and Fact.REPLICAS_AGREE in self.ex.facts and not self.vote.late:
@@ -580,7 +600,8 @@ class Engine:
         if not self.exchanged:
             self._add_carry()
         self.commit()
-        with torch.enable_grad():
+        self.noise.made()
+        with torch.enable_grad(), scaled_rate(self.optimizer, self.ex.rate):
             result = sync.apply(lambda: layout.apply(do, self.ex), self.ex)
         if sync.acts_after_step or layout.publishes:
             agrees = not self.exchanged and sync.agrees(self.ex.step)
@@ -588,6 +609,7 @@ class Engine:
             self.commit()
             if agrees:
                 self.buffers.keep()
+        self.sizes.made()
         self.over(made=True)
         self.window.over()
         return result
@@ -656,6 +678,7 @@ class Engine:
         """Let what is under way arrive: before an evaluation, a checkpoint, a change and the end."""
         self.overlap.settle()
         self.on_device.read()
+        self.noise.read()
         self.method.sync.settle(self.ex)
         self.method.layout.settle(self.ex)
 

@@ -49,6 +49,7 @@ class Exchange:
         self.buckets: list[Bucket] = []
         self.carry = Carry()
         self.step = 0  # agreed: the number of steps that have counted
+        self.rate = 1.0  # agreed: what the learning rate is multiplied by in the step under way
         self._lane = lane
         self.use(method)
 

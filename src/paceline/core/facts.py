@@ -14,6 +14,7 @@ class Fact(Enum):
 
     # Of reducers.
     EXACT_MEAN = "exact mean"  # the mean is the mean, to rounding
+    CLOSE_MEAN = "close mean"  # the mean to within the rounding of its elements, so that its norm is the mean's
     UNBIASED = "unbiased"  # the mean is right on average
     ELEMENTWISE = "elementwise"  # an element's mean depends on its place only, so a bucket can travel in chunks
     WHOLE_MATRICES = "whole matrices"  # it looks at gradients as matrices

@@ -80,6 +80,8 @@ class Hooks:
         """Every layer waits for its own parameters, and whatever looks at them from outside for all: overlap.py."""
         if self.scaler is not None:
             return engine.overlap.off("a loss scaler must have seen every gradient before the first update")
+        if engine.method.balance.adapts:
+            return engine.overlap.off("the size of the next step follows from this one")
         kind = type(engine.optimizer)
         if not kind.__module__.startswith("torch.optim"):
             return engine.overlap.off(f"{kind.__name__} is not torch's own, and may not like to step a part at a time")

@@ -60,6 +60,10 @@ def needs_scaler(engine: Engine) -> str:
         return ""
     if engine.window.accumulate > 1:
         return "accumulate"
+    if engine.method.balance.adapts:
+        return engine.method.balance.name
+    if engine.noise.every:
+        return "advice="
     alone = not engine.method.sync.due(engine.ex.step)
     return "this method" if engine.ex.keeps or alone else ""
 

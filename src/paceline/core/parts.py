@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.comm.protocol import Comm
 from paceline.core.facts import Fact
+from paceline.core.noise import Noise, NoiseSample
 from paceline.core.part import Part as Part
 
 if TYPE_CHECKING:
@@ -221,15 +222,60 @@ class Order(Part):
         """After a backward that crosses: the bytes that were sent and had not landed, the mean over the workers."""
 
 
+class StepSize(NamedTuple):
+    """How large one step is."""
+
+    multiple: float  # its batches, over those of a step as `accumulate` has it
+    samples: float  # of all workers
+    units: int  # of all workers: the micro-batches it is made of
+    rate: float  # the sum of the groups' learning rates, as the user's scheduler has set them
+
+
 @dataclass(kw_only=True)
 class Balance(Part):
     """How many samples does each worker take?"""
 
     axis: ClassVar[str] = "balance"
+    adapts: ClassVar[bool] = False  # it overrides `multiple`, `rate` or `made`, or is asked after measurements
 
     def shares(self, seconds: Sequence[float], batch: int) -> list[int]:
         """Split a batch; `seconds` is each worker's time per sample, equal on all workers (ones until measured)."""
         raise NotImplementedError
+
+    def check_world(self, world_size: int, accumulate: int) -> None:
+        """Refuse a job of so many workers and micro-batches, before anything is started."""
+
+    # How large a step is: step_size.py. What these say must be equal on all workers.
+
+    def multiple(self) -> int:
+        """How many times `accumulate` of the loader's batches make a step. It changes in `made` alone."""
+        return 1
+
+    def rate(self, size: StepSize) -> float:
+        """What the learning rate of a step of this size is multiplied by."""
+        return 1.0
+
+    def counts(self, size: StepSize) -> float:
+        """How many steps of the user's schedule a step of this size is."""
+        return 1.0
+
+    def made(self, size: StepSize) -> None:
+        """A step of this size counts. What it writes into its state is real at once."""
+
+    # How noisy gradients are: [Note: noise scale], noise.py.
+
+    def measures(self) -> int:
+        """How many steps lie between two measurements of the gradients' noise. 0: it does not ask for any."""
+        return 0
+
+    def hear(self, sample: NoiseSample) -> None:
+        """What a step has shown of the gradients' noise, the same on all workers."""
+        self.state["noise square"], self.state["noise trace"], self.state["noise seen"] = self.noise.after(sample)
+
+    @property
+    def noise(self) -> Noise:
+        """The moving averages of what was heard."""
+        return Noise(*(self.state.get(f"noise {name}", 0) for name in Noise._fields))
 
 
 @dataclass(kw_only=True)

@@ -142,11 +142,10 @@ class Ballot:
         return self.wait()[-1].item() / self.world_size
 
 
-class LateReading:
+class LateNumbers:
     """Numbers on their way from the device to the host, which does not wait for them."""
 
-    def __init__(self, x: Tensor, bad: Callable[[list[float]], Bad]) -> None:
-        self._bad = bad
+    def __init__(self, x: Tensor) -> None:
         self._arrived: Any = None
         if x.is_cuda:
             self._host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
@@ -156,11 +155,24 @@ class LateReading:
         else:
             self._host = x.clone()
 
-    def bad(self) -> Bad:
-        """The workers whose gradients were of no use."""
+    def numbers(self) -> list[float]:
+        """The numbers themselves."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return self._bad(self._host.flatten().tolist())
+        found: list[float] = self._host.flatten().tolist()
+        return found
+
+
+class LateReading(LateNumbers):
+    """What the workers said of their gradients, on its way to the host."""
+
+    def __init__(self, x: Tensor, bad: Callable[[list[float]], Bad]) -> None:
+        super().__init__(x)
+        self._bad = bad
+
+    def bad(self) -> Bad:
+        """The workers whose gradients were of no use."""
+        return self._bad(self.numbers())
 
 
 _ROWS = 1 + len(Place._fields)  # of a ballot, one element for each worker: is anything bad, and where it is

@@ -19,6 +19,7 @@ losses of a whole loop) are weighed by the last of them, so they must all be sha
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 from paceline.comm.group import Group
@@ -39,11 +40,15 @@ class BatchInHand(Protocol):
 class Window:
     """The micro-batches from one step to the next. Without accumulation it is one batch long and all this is 1.
 
-    summed: the loss is a sum over samples, not their mean.
+    summed: the loss is a sum over samples, not their mean. multiple: how many times `accumulate` batches make a step,
+    which may change between two steps: [Note: batches to a step], step_size.py.
     """
 
-    def __init__(self, group: Group, accumulate: int, *, summed: bool = False) -> None:
-        self.group, self.accumulate, self.summed = group, accumulate, summed
+    def __init__(
+        self, group: Group, accumulate: int, *, summed: bool = False, multiple: Callable[[], int] = lambda: 1
+    ) -> None:
+        self.group, self.summed = group, summed
+        self._accumulate, self._multiple = accumulate, multiple
         self.no_sync = False  # the user holds communication back
         self.batch: BatchInHand | None = None  # the newest; None: there is no loader, every worker counts the same
         self.number = 0  # of that batch, as its loader counts
@@ -66,6 +71,16 @@ class Window:
     def usual(self) -> float:
         """The scale of a batch that is shared equally, and of all where there is no loader."""
         return float(self.group.world_size) if self.summed else 1.0
+
+    @property
+    def accumulate(self) -> int:
+        """How many batches make the step under way."""
+        return self._accumulate * self._multiple()
+
+    @property
+    def totals(self) -> list[float]:
+        """The samples of all workers in each micro-batch of the step so far. Without a loader each worker counts 1."""
+        return self._totals or [self.batch.total if self.batch else float(self.group.world_size)]
 
     @property
     def closing(self) -> bool:

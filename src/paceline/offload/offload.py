@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from paceline.core.bucket import Bucket
+from paceline.core.step_size import scaled_rate
 from paceline.errors import MethodError
 from paceline.kernels import adam
 from paceline.offload.copies import CLAIMED, CopyStreams, Ring
@@ -133,7 +134,8 @@ class Offload:
             ahead = None
             # A gradient that did not arrive here may not arrive on any worker: then its parameter is not stepped.
             if self.steps_ahead and all(shard.slot.arrived for shard in offloaded.shards):
-                ahead = offloaded.plan_steps(ex.optimizer, self._adam_of(ex.optimizer))
+                with scaled_rate(ex.optimizer, ex.rate):
+                    ahead = offloaded.plan_steps(ex.optimizer, self._adam_of(ex.optimizer))
             offloaded.receive(b.kept, ahead)
 
     def _check_streaming(self, b: Bucket, ex: Exchange) -> None:

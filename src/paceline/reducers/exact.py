@@ -24,7 +24,7 @@ class Exact(Reducer):
     name: ClassVar[str] = "exact"
     paper: ClassVar[str] = "Li et al., PyTorch Distributed, VLDB 2020"
     formula: ClassVar[str] = "2·n·s·(W−1)/W"
-    gives: ClassVar[frozenset[Fact]] = frozenset({Fact.UNBIASED, Fact.ELEMENTWISE, Fact.EXACT_MEAN})
+    gives: ClassVar[frozenset[Fact]] = frozenset({Fact.UNBIASED, Fact.ELEMENTWISE, Fact.EXACT_MEAN, Fact.CLOSE_MEAN})
 
     async def mean(self, b: Bucket, x: Tensor, comm: Comm) -> Reduced:
         return Reduced(await comm.mean(x))

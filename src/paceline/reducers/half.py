@@ -33,7 +33,7 @@ class Half(Reducer):
     name: ClassVar[str] = "half"
     paper: ClassVar[str] = "Micikevicius et al., Mixed Precision Training, ICLR 2018 (storage); torch's fp16 hook"
     formula: ClassVar[str] = "2·n·2·(W−1)/W"
-    gives: ClassVar[frozenset[Fact]] = frozenset({Fact.ELEMENTWISE, Fact.LEFTOVER})
+    gives: ClassVar[frozenset[Fact]] = frozenset({Fact.ELEMENTWISE, Fact.LEFTOVER, Fact.CLOSE_MEAN})
     tolerance: ClassVar[float] = 2.0**-7  # every partial sum is rounded to bf16
 
     dtype: Literal["fp16", "bf16"] = knob("fp16", "which 16-bit format travels")

@@ -40,7 +40,7 @@ class PerBucket(Policy):
     names: str = knob("", "patterns, with commas between, of parameters that belong to the rest: 'embed.*,*.head.*'")
 
     def facts(self) -> frozenset[Fact]:
-        return super().facts() - {Fact.EXACT_MEAN}  # only some buckets have an exact mean
+        return super().facts() - {Fact.EXACT_MEAN, Fact.CLOSE_MEAN}  # only some buckets have one
 
     def _pick(self, name: str, p: Tensor) -> Reducer:
         small = p.numel() < self.smallest or p.dim() < self.dims

@@ -66,9 +66,7 @@ def assemble(
     """An engine over one optimizer's parameters, hooked up. engines: all of this worker. buffers: those of the models,
     if other engines train these models too.
     """
-    method.check(objects.facts(optimizer))
-    for part in method.parts():
-        part.check(optimizer)
+    check_one(objects, optimizer, method, settings, world_size=group.world_size)
     bucket_bytes, first_bytes = _sizes(objects, optimizer, method, settings, slow_link=slow_link)
     scaler: Any = objects.scalers[0] if objects.scalers else None
     hooks = Hooks(objects.models, engines=engines, scaler=scaler)
@@ -86,6 +84,7 @@ def assemble(
             summed=settings.loss == "sum",
             guard=settings.guard,
             check_replicas=settings.check_replicas,
+            measure_noise=settings.advice,
             bucket_bytes=bucket_bytes,
             first_bytes=first_bytes,
             lane=f"gradients {len(engines)}",
@@ -102,6 +101,23 @@ def assemble(
         tuner = Tuner(engine, path, bucket_bytes=settings.bucket_bytes(slow_link=slow_link))
         engine.on_forward(tuner.forward)
     return engine
+
+
+def check(objects: Objects, method: Method, settings: Settings, *, world_size: int | None) -> None:
+    """Refuse a method that does not go together with this job. world_size: if it is known, before workers have met."""
+    for optimizer in objects.optimizers:
+        check_one(objects, optimizer, method, settings, world_size=world_size)
+
+
+def check_one(
+    objects: Objects, optimizer: Optimizer, method: Method, settings: Settings, *, world_size: int | None
+) -> None:
+    """Refuse a method that does not go together with this optimizer."""
+    method.check(objects.facts(optimizer))
+    for part in method.parts():
+        part.check(optimizer)
+    if world_size is not None:
+        method.balance.check_world(world_size, settings.accumulate)
 
 
 def _sizes(

@@ -26,11 +26,12 @@ from paceline.core.engines import Engines
 from paceline.data import random_streams
 from paceline.data.loader import Loader
 from paceline.errors import PeerError, UsageError
+from paceline.session.advice import advise
 from paceline.session.gate import Gate
 from paceline.session.objects import Objects
 from paceline.session.settings import Settings
 from paceline.telemetry import hooks as trace_hooks
-from paceline.telemetry.events import Hello
+from paceline.telemetry.events import Hello, Note
 from paceline.telemetry.files import check_folder
 from paceline.telemetry.recorder import Recorder
 from paceline.telemetry.tape import Tape
@@ -172,9 +173,17 @@ class Session:
         try:
             for engine in self.engines:
                 engine.settle()
+                self._advise(engine)
         except PeerError as error:
             self.process.fail(error)
             print(f"paceline: {error}", file=sys.stderr)
+
+    def _advise(self, engine: Engine) -> None:
+        """One line of advice at the end, where it was asked for."""
+        if engine.options.measure_noise and self.group.rank == 0:
+            text = str(advise(engine))
+            self.recorder.emit(Note(t=time.monotonic(), text=text))
+            print(f"paceline: {text}", file=sys.stderr, flush=True)
 
     # ------------------------------------------------------------------------------------------------ prepare
 

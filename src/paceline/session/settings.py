@@ -28,14 +28,16 @@ class Settings:
     tuned: str | PathLike[str] | None = None
     group: Any = None
     check_replicas: int = 50
+    advice: int = 0
 
     def __post_init__(self) -> None:
         _choice("batch", self.batch, ("global", "per_worker"))
         _choice("loss", self.loss, ("mean", "sum"))
         _choice("random", self.random, ("per_worker", "as_seeded"))
         _choice("guard", self.guard, ("skip", "raise", "off"))
-        if type(self.check_replicas) is not int or self.check_replicas < 0:
-            raise UsageError(f"check_replicas={self.check_replicas!r} is not a whole number of 0 or more")
+        for name in ("check_replicas", "advice"):
+            if type(steps := getattr(self, name)) is not int or steps < 0:
+                raise UsageError(f"{name}={steps!r} is not a whole number of 0 or more")
         if type(self.accumulate) is not int or self.accumulate < 1:
             raise UsageError(f"accumulate={self.accumulate!r} is not a whole number of 1 or more")
         _number("timeout", self.timeout, high=86400.0, unit=" seconds")

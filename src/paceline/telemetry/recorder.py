@@ -6,6 +6,7 @@ import contextlib
 import math
 import resource
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,17 @@ class Moment(NamedTuple):
     busy_s: float
 
 
+class Lap(NamedTuple):
+    """From one batch to the next, on this worker."""
+
+    compute_s: float  # with waiting for the loader, without waiting for other workers
+    wait_s: float  # for other workers
+    samples: int
+
+
+_LAPS = 200  # that are kept
+
+
 class Recorder:
     """Times this worker's steps and writes its events (to nowhere when there is no directory)."""
 
@@ -48,6 +60,7 @@ class Recorder:
         self._paused_cpu, self._paused_sent = 0.0, 0  # ... and what these were then
         self._data_s = 0.0
         self._samples = 0
+        self.laps: deque[Lap] = deque(maxlen=_LAPS)  # the last ones
 
     def emit(self, event: AnyEvent) -> None:
         if self._out is None:
@@ -76,6 +89,7 @@ class Recorder:
             return
         wall, cpu = time.perf_counter() - self._wall, time.thread_time() - self._cpu
         self.busy_s += wall + self._data_s
+        self.laps.append(Lap(wall + self._data_s - self.wait_s, self.wait_s, self._samples))
         self.emit(
             Step(
                 t=time.monotonic(),
