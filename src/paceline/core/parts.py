@@ -221,15 +221,42 @@ class Order(Part):
         """After a backward that crosses: the bytes that were sent and had not landed, the mean over the workers."""
 
 
+class Speed(NamedTuple):
+    """How fast a worker computes: a backward over b samples ends per_step + per_sample · b seconds after it got them.
+
+    Until speeds are known all workers have this one, with which they are alike.
+    """
+
+    per_sample: float = 1.0  # seconds for one more sample
+    per_step: float = 0.0  # seconds that a step takes however few the samples
+    most: int = sys.maxsize  # samples that fit in this worker's memory
+
+    def seconds(self, samples: int) -> float:
+        """The time to the end of backward over so many samples."""
+        return self.per_step + self.per_sample * samples
+
+
 @dataclass(kw_only=True)
 class Balance(Part):
     """How many samples does each worker take?"""
 
     axis: ClassVar[str] = "balance"
+    measures: ClassVar[bool] = False  # it wants the workers' speeds, and overrides `due` and `worth`
 
-    def shares(self, seconds: Sequence[float], batch: int) -> list[int]:
-        """Split a batch; `seconds` is each worker's time per sample, equal on all workers (ones until measured)."""
+    def shares(self, speeds: Sequence[Speed], batch: int) -> list[int]:
+        """Split a batch, alike on all workers: a pure function of the speeds, which they have agreed on."""
         raise NotImplementedError
+
+    def due(self, batch: int) -> bool:
+        """Do the workers tell each other their speeds before this batch is handed out? `batch` counts from 0."""
+        return False
+
+    def worth(self, before_s: float, after_s: float) -> bool:
+        """Are other shares worth it, with which a step is predicted to take after_s in place of before_s?"""
+        return False
+
+    def check_batch(self, batch: int, world_size: int) -> None:
+        """Refuse a global batch that cannot be split, before anything is started."""
 
 
 @dataclass(kw_only=True)
