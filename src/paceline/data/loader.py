@@ -217,7 +217,9 @@ class Loader(_LoaderBase[T]):
                 self.current = batch
                 if self.on_batch is not None:
                     self.on_batch(batch)
-                self.recorder.start_lap(dealt.samples or 0, data_s, self._balancing.pace if self._balancing else None)
+                self.recorder.start_lap(dealt.samples or 0, data_s)
+                if self._balancing is not None:
+                    self.recorder.follow(self._balancing.pace)
                 yield dealt.data
                 self._newest(turn)
                 self.recorder.end_lap()

@@ -68,12 +68,9 @@ class Recorder:
             self._buffer.clear()
             self._written = time.monotonic()
 
-    def start_lap(self, samples: int, data_s: float, pace: Pace | None = None) -> None:
-        """A batch is handed out. pace: is told how long computing on it takes."""
+    def start_lap(self, samples: int, data_s: float) -> None:
+        """A batch is handed out."""
         self._end_pace()
-        if pace is not None:
-            self.pace = pace
-            pace.begin(max(samples, 1))  # who has none computes on a borrowed one
         self._samples, self._data_s = samples, data_s
         self._wall, self._cpu = time.perf_counter(), time.thread_time()
 
@@ -98,6 +95,11 @@ class Recorder:
         )
         self.step += 1
         self._wall, self.wait_s, self.sent = 0.0, 0.0, 0
+
+    def follow(self, pace: Pace) -> None:
+        """In this lap, which has just begun, have `pace` told how long the worker computes."""
+        self.pace = pace
+        pace.begin(max(self._samples, 1))  # a worker that has none computes on a borrowed one
 
     def _end_pace(self) -> None:
         if self.pace is not None:

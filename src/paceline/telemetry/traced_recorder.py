@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.telemetry.events import AnyEvent, Hello
-from paceline.telemetry.pace import Pace
 from paceline.telemetry.recorder import Recorder
 from paceline.telemetry.tape import COMPUTE, WAITS, Span, Tape
 
@@ -40,12 +39,12 @@ class TracedRecorder(Recorder):
             self._worker = event
         super().emit(event)
 
-    def start_lap(self, samples: int, data_s: float, pace: Pace | None = None) -> None:
+    def start_lap(self, samples: int, data_s: float) -> None:
         self.tape.running = True
         self._began = time.monotonic()
         if data_s > 0:
             self._add(COMPUTE, "data", self._began - data_s, self._began)
-        super().start_lap(samples, data_s, pace)
+        super().start_lap(samples, data_s)
 
     def end_lap(self) -> None:
         before = self.step
