@@ -19,7 +19,7 @@ spec.loader.exec_module(pages)
 
 PARTS = registry.parts().items()
 METHODS = [name for name, cls in PARTS if cls.axis == "reducer" or (cls.axis in ("sync", "layout") and cls.paper)]
-METHODS += ["priority"]
+METHODS += ["priority", "measured"]
 
 
 @pytest.mark.parametrize("name", METHODS)
