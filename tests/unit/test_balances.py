@@ -100,6 +100,7 @@ def test_a_worker_of_half_speed():
     assert Measured(least=4).shares([Speed(1.0), Speed(1000.0)], 30) == [26, 4]
     assert Measured(most=20).shares([Speed(1.0), Speed(1000.0)], 30) == [20, 10]
     assert Measured().shares([Speed(1.0), Speed(1.0, 0.0, 8)], 30) == [22, 8]
+    assert Measured().shares([Speed(1.0), Speed(1.0), Speed(0.1, 0.0, 2)], 5) == [2, 1, 2], "who is full is passed over"
 
 
 def test_no_room_is_refused_by_name():
