@@ -19,6 +19,7 @@ from paceline.comm.group import Group
 from paceline.comm.threads import ThreadComm
 from paceline.core.engine import Engine, EngineOptions
 from paceline.core.engines import Engines
+from paceline.core.parts import Speed
 from paceline.method import Method, method
 from paceline.session.assemble import assemble
 from paceline.session.objects import Objects
@@ -81,7 +82,7 @@ class Rig:
         )
 
     def shares(self, size: int) -> list[int]:
-        return self.engine.method.balance.shares([1.0] * self.comm.world_size, size)
+        return self.engine.method.balance.shares([Speed()] * self.comm.world_size, size)
 
     def take(self, *tensors: Tensor, last: bool = False) -> list[Tensor]:
         """This worker's slice of a global batch; the engine is told, as the loader does."""

@@ -28,6 +28,7 @@ from paceline.core.consensus import consensus_weights, latest_weights
 from paceline.core.engine import Engine
 from paceline.core.parts import Part
 from paceline.core.shard import Owned
+from paceline.data import balancing
 from paceline.data.loader import Batch, Loader
 from paceline.errors import MethodError, UsageError, nearest
 from paceline.method import Method
@@ -40,6 +41,7 @@ from paceline.session.session import Session, current
 from paceline.session.settings import Settings
 from paceline.sharding import meta
 from paceline.telemetry import hooks as trace_hooks
+from paceline.telemetry.pace import clock_of
 from paceline.telemetry.recorder import Moment
 
 _lost = 0  # saves in a row that no disk took
@@ -271,6 +273,7 @@ def prepare(
     meta.check(sorted_.models, weights=settings.weights is not None)
     if peer is None:
         assemble.check(sorted_, chosen, settings, world_size=env.world_size if settings.group is None else None)
+    balancing.check(sorted_.loaders, chosen.balance, settings.batch, env.world_size)
     here = session.open_session(env, settings)
     here.process.check_not_forked()
     here.check_new(sorted_)
@@ -400,6 +403,7 @@ def _loader(here: Session, source: Any, method: Method, settings: Settings, engi
         on_end=loop_ended,
         gate=here.gate,
         meet=here.meet if method.sync.is_async else None,
+        clock=clock_of(here.rendezvous.device),
     )
 
 

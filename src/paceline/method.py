@@ -54,6 +54,12 @@ class Method:
 
     def check(self, facts: frozenset[Fact] | None = None) -> None:
         """Do the parts go together? `facts` are the job's (`optimizer:SGD`); None: there is no job yet to ask."""
+        if self.balance.measures_speed() and self.sync.is_async:
+            raise MethodError(
+                f"{self.balance.name} does not go together with {self.sync.name}",
+                why="its workers keep their own pace: there is no batch before which all could change their shares",
+                do="use a sync whose workers step together, as every_step; or leave shares equal",
+            )
         job = dict.fromkeys(facts or (), "the job")
         for axis, whole in self.axes().items():
             others = [top for other, top in self.axes().items() if other != axis]

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 import processes
+from paceline.telemetry.pace import Pace, clock_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -50,9 +51,24 @@ def test_priority_changes_nothing_but_the_order(optimizer, reducer):
     assert torch.equal(whole, urgent) or (reducer == "qsgd" and urgent.isfinite().all())  # whose dice fall on pieces
 
 
-@pytest.mark.parametrize("method", ["local_sgd", "sma", "gossip", "delayed", "topk", "onebit_adam"])
+@pytest.mark.parametrize("method", ["local_sgd", "sma", "gossip", "delayed", "topk", "onebit_adam", "measured"])
 def test_others_run(method):
     assert trained(method, "AdamW" if method == "onebit_adam" else "SGD").isfinite().all()
+
+
+def test_a_lap_is_read_when_the_device_has_got_there():
+    pace, x = Pace(clock_of(torch.device("cuda"))), torch.randn(4096, 4096, device="cuda")
+    pace.begin(4)
+    x @ x
+    with pace.without(waiting=True):
+        x @ x
+    pace.backward_ended()
+    pace.end()
+    torch.cuda.synchronize()
+    [lap] = pace.take()
+    assert lap.samples == 4
+    assert lap.computed_s > 0
+    assert lap.waited_s > 0
 
 
 SCRIPT = """

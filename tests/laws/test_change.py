@@ -15,6 +15,7 @@ from paceline import registry
 from paceline.comm.group import Group
 from paceline.comm.threads import Room, ThreadComm
 from paceline.core.facts import Fact
+from paceline.core.parts import Speed
 from paceline.errors import MethodError, UsageError
 from paceline.method import method
 from rig import Rig, adamw, close, data, loop, mlp, same, sgd, weights
@@ -46,7 +47,7 @@ class Worker:
         rank, world_size = self.engine.group.rank, self.engine.group.world_size
 
         def take(*tensors):
-            sizes = self.engine.method.balance.shares([1.0] * world_size, len(tensors[0]))
+            sizes = self.engine.method.balance.shares([Speed()] * world_size, len(tensors[0]))
             start = sum(sizes[:rank])
             self.engine.take_batch(_Share(sizes[rank], len(tensors[0])))
             return [t[start : start + sizes[rank]] for t in tensors]
@@ -260,7 +261,7 @@ def _regrouped(rank: int) -> list[torch.Tensor]:
         me, count = engine.group.rank, engine.group.world_size
 
         def take(*tensors):
-            sizes = engine.method.balance.shares([1.0] * count, len(tensors[0]))
+            sizes = engine.method.balance.shares([Speed()] * count, len(tensors[0]))
             start = sum(sizes[:me])
             engine.take_batch(_Share(sizes[me], len(tensors[0])))
             return [t[start : start + sizes[me]] for t in tensors]

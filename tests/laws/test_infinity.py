@@ -25,7 +25,7 @@ from paceline.errors import MethodError, StoreError
 from paceline.method import method
 from paceline.offload import placement
 from paceline.offload.copies import CopyStreams
-from paceline.offload.disk import Disk, Speed
+from paceline.offload.disk import Disk, DiskSpeed
 from paceline.offload.memory_model import PARAMETER_BUFFERS
 from paceline.offload.params import DiskParameters, HostParameters, ParameterBuffers
 from paceline.session.objects import Objects
@@ -40,7 +40,7 @@ worlds = pytest.mark.parametrize("world_size", [w for w in WORLDS if w < 4])
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(placement, "speed", lambda folder: Speed(read=3.4e9, write=2.5e9))
+    monkeypatch.setattr(placement, "speed", lambda folder: DiskSpeed(read=3.4e9, write=2.5e9))
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 

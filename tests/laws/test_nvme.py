@@ -26,7 +26,7 @@ from paceline.errors import MethodError, StoreError, UsageError
 from paceline.method import method
 from paceline.offload import placement
 from paceline.offload.copies import CopyStreams
-from paceline.offload.disk import Disk, Speed
+from paceline.offload.disk import Disk, DiskSpeed
 from paceline.offload.file import StateFile
 from paceline.offload.memory_model import STATE_BUFFERS as BUFFERS
 from paceline.offload.nvme import BufferState, Pool
@@ -44,7 +44,7 @@ BUCKETS = 11  # one a layer
 
 @pytest.fixture(autouse=True)
 def _measured(monkeypatch):
-    monkeypatch.setattr(placement, "speed", lambda folder: Speed(read=3.4e9, write=2.5e9))
+    monkeypatch.setattr(placement, "speed", lambda folder: DiskSpeed(read=3.4e9, write=2.5e9))
 
 
 def plain(one, x, y):

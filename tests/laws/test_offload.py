@@ -19,7 +19,7 @@ from paceline.kernels import adam
 from paceline.method import method
 from paceline.offload import placement
 from paceline.offload.copies import CopyStreams
-from paceline.offload.disk import Speed
+from paceline.offload.disk import DiskSpeed
 from paceline.offload.memory_model import FreeMemory, Placement
 from paceline.offload.offloaded import OffloadedBucket, OffloadedShard
 from paceline.sharding import turns
@@ -584,7 +584,7 @@ def small(monkeypatch, device, host, disk):
         placement, "measured", lambda device, folder: FreeMemory(sizes[0], sizes[1], sizes[2] if folder else 0)
     )
     monkeypatch.setattr(placement, "BUCKET", 4)
-    monkeypatch.setattr(placement, "speed", lambda folder: Speed(read=3.4e9, write=2.5e9))
+    monkeypatch.setattr(placement, "speed", lambda folder: DiskSpeed(read=3.4e9, write=2.5e9))
 
 
 def kinds(one):

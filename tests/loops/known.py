@@ -58,6 +58,7 @@ KNOWN: dict[tuple[str, str], str] = {
     **_all("batch_norm_nan_on_one", "*", "running statistics keep the NaN of a step that did not count"),
     **_all("batch_norm_two_forwards gan_losses_first", "*", "statistics are averaged in place between two backwards"),
     **_all("scaler_overflow_on_one scaler_unknown*", "*", "loss scales of workers that step alone"),
+    **_all("batch_norm", "measured", "each worker normalizes by its own samples, and shares are no halves"),
     **_all("own_buffer", "*", "a buffer that a module writes from its own share drifts apart"),
     **_all("lazy_module", "*", "parameters without a shape are not refused"),
     **_all("grads_via_numpy", "zero*", "a raw error of torch in place of a refusal"),

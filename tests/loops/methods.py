@@ -59,6 +59,7 @@ def columns() -> dict[str, Column]:
         *(_plain(name) for name in ("zero1", "zero2", "zero3")),
         *(_stored(name) for name in ("zero1", "zero3")),
         _combined("zero2+topk", {"ratio": 1.0}),
+        _plain("measured", every=1, gain=0.0),  # shares move wherever they can
         *(_sync(name) for name in registry.parts("sync") if name != "every_step"),
         _combined("local_sgd+topk", {"every": 1, "ratio": 1.0}, alone=True),
     ]
@@ -92,9 +93,9 @@ def _fresh(knobs: dict[str, Any]) -> dict[str, Any]:
     return {k: fresh(v) if isinstance(v, registry.Part) else v for k, v in knobs.items()}
 
 
-def _plain(name: str) -> Column:
+def _plain(name: str, **knobs: Any) -> Column:
     cls = registry.find(name)
-    return _column(name, lambda: Method(**cls().recipe()))
+    return _column(name, lambda: Method(**cls(**knobs).recipe()))
 
 
 def _stored(name: str) -> Column:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from paceline.balances.even import Even
 from paceline.core.facts import Fact
 from paceline.core.noise import Noise
-from paceline.core.parts import Balance, StepSize
+from paceline.core.parts import Balance, Speed, StepSize
 from paceline.errors import MethodError
 from paceline.knobs import knob
 from paceline.telemetry.events import Choice
@@ -58,12 +58,24 @@ class SizedStep(Balance):
 
     of: Balance = knob(Even(), "how many samples of each batch a worker takes")
 
-    def shares(self, seconds: Sequence[float], batch: int) -> list[int]:
-        return self.of.shares(seconds, batch)
+    def shares(self, speeds: Sequence[Speed], batch: int) -> list[int]:
+        return self.of.shares(speeds, batch)
+
+    def measures_speed(self) -> bool:
+        return self.of.measures_speed()
+
+    def due(self, batch: int) -> bool:
+        return self.of.due(batch)
+
+    def worth(self, before_s: float, after_s: float) -> bool:
+        return self.of.worth(before_s, after_s)
+
+    def check_batch(self, batch: int, world_size: int) -> None:
+        self.of.check_batch(batch, world_size)
 
     every: int = knob(20, "between two measurements of the noise", unit="steps", low=1)
 
-    def measures(self) -> int:
+    def measures_noise(self) -> int:
         return self.every
 
     def check_several(self, units: int) -> None:
@@ -106,7 +118,7 @@ class GrowingStep(SizedStep):
         if self.low < self.high:
             self.check_several(world_size * accumulate * self.low)
 
-    def measures(self) -> int:
+    def measures_noise(self) -> int:
         return self.every if self.low < self.high else 0
 
     def multiple(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.core.parts import Balance
+from paceline.core.parts import Balance, Speed
 from paceline.registry import register
 
 
@@ -17,6 +17,6 @@ class Even(Balance):
 
     name: ClassVar[str] = "even"
 
-    def shares(self, seconds: Sequence[float], batch: int) -> list[int]:
-        share, rest = divmod(batch, len(seconds))
-        return [share + (rank < rest) for rank in range(len(seconds))]
+    def shares(self, speeds: Sequence[Speed], batch: int) -> list[int]:
+        share, rest = divmod(batch, len(speeds))
+        return [share + (rank < rest) for rank in range(len(speeds))]

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -286,6 +285,8 @@ class Engine:
             self.rollback()
             self.window.over()
         self._refuse_cast()
+        if self.method.balance.measures_speed() and self.group.world_size > 1:
+            self.window.refuse_several(f"{self.method.balance.name} adjusts the shares of each loader by itself")
         self.window.count()
         self._arm(sends=self.window.closing and self.method.sync.due(self.ex.step))
 
@@ -474,15 +475,14 @@ class Engine:
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Time and bytes go to telemetry; after a failure nothing that was under way is used again."""
-        began = time.perf_counter()
         try:
-            yield
+            with self.recorder.waiting():
+                yield
         except BaseException:
             self.pipeline.abandon()
             for b in self.buckets:
                 b.abandon()
             raise
-        self.recorder.wait_s += time.perf_counter() - began
         self._count_bytes()
 
     def _count_bytes(self) -> None:
@@ -532,6 +532,7 @@ class Engine:
 
     def take_up(self, new: Sequence[tuple[Bucket, Slot]]) -> None:
         """Exchange gradients that no hook has announced, as if a backward had brought them: [Note: by hand]."""
+        self.recorder.backward_ended()
         self.begin()
         for b, s in new:
             self._weigh_by_hand(s)

@@ -141,6 +141,8 @@ def _end(engines: Engines, backward: object) -> None:
     engines.end_backward()
     ended = [e for e in engines if e.under_way]
     for engine in ended:
+        engine.recorder.backward_ended()
+    for engine in ended:
         engine.flush()
     for engine in ended:
         engine.finish()

@@ -41,7 +41,7 @@ class NoiseMeter:
     def every(self) -> int:
         """How many steps lie between two measurements; 0: nobody asks."""
         engine = self.engine
-        return 0 if self.why_not() else engine.method.balance.measures() or engine.options.measure_noise
+        return 0 if self.why_not() else engine.method.balance.measures_noise() or engine.options.measure_noise
 
     def why_not(self) -> str:
         """Say why gradients cannot be measured here; empty if they can."""

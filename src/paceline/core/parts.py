@@ -231,6 +231,21 @@ class StepSize(NamedTuple):
     rate: float  # the sum of the groups' learning rates, as the user's scheduler has set them
 
 
+class Speed(NamedTuple):
+    """How fast a worker computes: a backward over b samples ends per_step + per_sample · b seconds after it got them.
+
+    Until speeds are known all workers have this one, with which they are alike.
+    """
+
+    per_sample: float = 1.0  # seconds for one more sample
+    per_step: float = 0.0  # seconds that a step takes however few the samples
+    most: int = sys.maxsize  # samples that fit in this worker's memory
+
+    def seconds(self, samples: int) -> float:
+        """The time to the end of backward over so many samples."""
+        return self.per_step + self.per_sample * samples
+
+
 @dataclass(kw_only=True)
 class Balance(Part):
     """How many samples does each worker take?"""
@@ -238,9 +253,26 @@ class Balance(Part):
     axis: ClassVar[str] = "balance"
     adapts: ClassVar[bool] = False  # it overrides `multiple`, `rate` or `made`, or is asked after measurements
 
-    def shares(self, seconds: Sequence[float], batch: int) -> list[int]:
-        """Split a batch; `seconds` is each worker's time per sample, equal on all workers (ones until measured)."""
+    def shares(self, speeds: Sequence[Speed], batch: int) -> list[int]:
+        """Split a batch, alike on all workers: a pure function of the speeds, which they have agreed on."""
         raise NotImplementedError
+
+    # How fast the workers are: data/balancing.py.
+
+    def measures_speed(self) -> bool:
+        """Does it want the workers' speeds? Nothing is measured, and nothing sent, for one that does not."""
+        return False
+
+    def due(self, batch: int) -> bool:
+        """Do the workers tell each other their speeds before this batch is handed out? `batch` counts from 0."""
+        return False
+
+    def worth(self, before_s: float, after_s: float) -> bool:
+        """Are other shares worth it, with which a step is predicted to take after_s in place of before_s?"""
+        return False
+
+    def check_batch(self, batch: int, world_size: int) -> None:
+        """Refuse a global batch that cannot be split, before anything is started."""
 
     def check_world(self, world_size: int, accumulate: int) -> None:
         """Refuse a job of so many workers and micro-batches, before anything is started."""
@@ -264,7 +296,7 @@ class Balance(Part):
 
     # How noisy gradients are: [Note: noise scale], noise.py.
 
-    def measures(self) -> int:
+    def measures_noise(self) -> int:
         """How many steps lie between two measurements of the gradients' noise. 0: it does not ask for any."""
         return 0
 

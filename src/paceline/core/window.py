@@ -144,6 +144,16 @@ class Window:
                 for loader, batch in self._counting().items():
                     self._first.setdefault(loader, batch.total)
 
+    def refuse_several(self, why: str) -> None:
+        """Raise if the backward may be of the batches of several loaders."""
+        if len(self._counting()) > 1:
+            numbers = " and ".join(str(loader + 1) for loader in self._counting())
+            raise UsageError(
+                f"batches of the loaders {numbers} are in hand in one backward",
+                why=why,
+                do="read one loader in the training loop; read what is only evaluated under torch.no_grad()",
+            )
+
     def uncount(self) -> None:
         """The backward that began has raised: what it added is dropped."""
         if self._just_counted:

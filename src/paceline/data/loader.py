@@ -20,8 +20,10 @@ from torch.utils.data import RandomSampler, Sampler
 from paceline.comm.group import Group
 from paceline.comm.protocol import Comm
 from paceline.core.parts import Balance
+from paceline.data.balancing import Balancing, check, read_ahead
 from paceline.data.sources import DealtBatch, DealtBatches, Habit, chosen
 from paceline.errors import DataError, PeerError, UsageError, nearest
+from paceline.telemetry.pace import Clock
 from paceline.telemetry.recorder import Recorder
 
 T = TypeVar("T")  # the type of a batch
@@ -66,6 +68,7 @@ class Loader(_LoaderBase[T]):
         on_end: Callable[[], None] | None = None,
         gate: Callable[[], bool] | None = None,
         meet: Callable[[], None] | None = None,
+        clock: Clock | None = None,
     ) -> None:
         if batch not in ("global", "per_worker"):
             raise UsageError(f"batch={batch!r} is not a choice", do=nearest(str(batch), ("global", "per_worker")))
@@ -77,8 +80,14 @@ class Loader(_LoaderBase[T]):
         self.current: Batch | None = None  # the batch handed out last
         self.epoch = 0
         seed %= 2**63
+        check([source], balance, batch, group.world_size)
         self._from = chosen(source, group, balance, batch, seed)
         self._handed = 0  # batches handed out in this epoch
+        self._ever = 0  # ... and in all of them
+        self._total = 0  # samples of the last one, where they are known
+        self._balancing: Balancing | None = None
+        if balance.measures_speed() and group.world_size > 1 and self._from.shares is not None:
+            self._balancing = Balancing(self._from.shares, recorder, reads_ahead=read_ahead(source), clock=clock)
         self._begun = False  # an iterator of this loader has begun this epoch
         self._allowed = False  # the gate has let the next batch through
         self._stopped = False  # the gate has ended training
@@ -144,7 +153,8 @@ class Loader(_LoaderBase[T]):
 
     def describe(self) -> str:
         by = "" if self.weight is None else f", weighted by {getattr(self.weight, '__name__', 'a function')}"
-        return self._from.describe() + by
+        adjusted = "" if self._balancing is None else "; shares are going to follow the workers' speeds"
+        return self._from.describe() + by + adjusted
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, and pass it to a sampler with a set_epoch of its own.
@@ -179,6 +189,8 @@ class Loader(_LoaderBase[T]):
         start = self._handed
         if self.meet is not None and self._from.drawer is not None:
             self.meet()  # worker 0 draws this epoch's order for all
+        if self._balancing is not None:
+            self._balancing.begin(self._ever, start)
         self._dealt, count = self._from.begin(self.epoch, start)
         if count is None and self.meet is not None and self.group.world_size > 1:
             raise UsageError(
@@ -190,6 +202,8 @@ class Loader(_LoaderBase[T]):
             while count is None or self._handed < count:
                 if not self._may_go_on():
                     return
+                if self._balancing is not None:
+                    self._balancing.before_batch(self._ever, self._from.size or self._total)
                 began = time.perf_counter()
                 dealt, weight = self._next(self._dealt)
                 data_s = time.perf_counter() - began
@@ -197,11 +211,15 @@ class Loader(_LoaderBase[T]):
                 if batch is None:
                     break
                 self._handed += 1
+                self._ever += 1
+                self._total = dealt.total or 0
                 self._allowed = False
                 self.current = batch
                 if self.on_batch is not None:
                     self.on_batch(batch)
                 self.recorder.start_lap(dealt.samples or 0, data_s)
+                if self._balancing is not None:
+                    self.recorder.follow(self._balancing.pace)
                 yield dealt.data
                 self._newest(turn)
                 self.recorder.end_lap()
@@ -306,7 +324,8 @@ class Loader(_LoaderBase[T]):
     def state_dict(self) -> dict[str, Any]:
         """The position in this epoch: batches handed out, not counting those that loader processes read ahead."""
         where = {"epoch": self.epoch, "batches": self._handed, "seed": self._from.seed}
-        return {**where, **self._facts(self._handed), **self._from.save(self._handed)}
+        balance = {} if self._balancing is None else {"balance": self._balancing.save(self._ever)}
+        return {**where, **self._facts(self._handed), **self._from.save(self._handed), **balance}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume with the batches not yet handed out. All workers call it; there may be more or fewer than before."""
@@ -324,9 +343,12 @@ class Loader(_LoaderBase[T]):
                     do=f"resume with {key} as it was, or begin anew without the loader's state",
                 )
         if self.comm.world_size > 1:
-            self.comm.agree("position of the loader", f"epoch {epoch}, batch {handed}, seed {seed}")
+            shares = "" if self._balancing is None else f", shares {state.get('balance')}"
+            self.comm.agree("position of the loader", f"epoch {epoch}, batch {handed}, seed {seed}{shares}")
         self._from.seed = seed
         self._from.load(state, epoch, handed)
+        if self._balancing is not None and "balance" in state:
+            self._balancing.load(state["balance"], self._ever)
         self._restart(epoch, handed)
 
     def _facts(self, handed: int) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from paceline.comm.group import Group
 from paceline.comm.protocol import Comm
-from paceline.core.parts import Balance
+from paceline.core.parts import Balance, Speed
 from paceline.data.random_streams import SideStreams
+from paceline.data.schedule import Schedule
 from paceline.errors import DataError, UsageError
 
 _63_BITS = 2**63 - 1
@@ -225,26 +226,31 @@ class Shares:
 
     def __init__(self, group: Group, balance: Balance) -> None:
         self.group, self.balance = group, balance
-        self._known: dict[int, slice] = {}  # nearly all batches have the same size
+        self.schedule = Schedule()
+        self._known: dict[tuple[int, int], slice] = {}  # nearly all batches have the same size
 
     def __getstate__(self) -> dict[str, Any]:
         """A process of a loader that is not forked gets the place in the group, and none of its connections."""
         return self.__dict__ | {"group": SimpleNamespace(rank=self.group.rank, world_size=self.group.world_size)}
 
-    def all(self, size: int) -> list[int]:
-        return self.balance.shares([1.0] * self.group.world_size, size)
+    def all(self, size: int, speeds: Sequence[Speed] = ()) -> list[int]:
+        """Every worker's share of a batch. speeds: of these workers; any others are as good as none."""
+        world_size = self.group.world_size
+        return self.balance.shares(speeds if len(speeds) == world_size else [Speed()] * world_size, size)
 
-    def take(self, batch: Any) -> tuple[Any, int]:
-        """This worker's samples of a batch, and how many of them count.
+    def take(self, batch: Any, k: int) -> tuple[Any, int]:
+        """This worker's samples of batch k of the epoch, and how many of them count.
 
         A worker whose share is empty borrows the first sample of the batch, which does not count: it must run the
         step like the others, or they would wait for it.
         """
-        if len(batch) not in self._known:
-            shares = self.all(len(batch))
+        version, speeds = self.schedule.of(k)
+        key = (version, len(batch))
+        if key not in self._known:
+            shares = self.all(len(batch), speeds)
             before = sum(shares[: self.group.rank])
-            self._known[len(batch)] = slice(before, before + shares[self.group.rank])
-        mine = batch[self._known[len(batch)]]
+            self._known[key] = slice(before, before + shares[self.group.rank])
+        mine = batch[self._known[key]]
         return (mine, len(mine)) if len(mine) else (batch[:1], 0)
 
     def check(self, size: int) -> None:
@@ -255,9 +261,9 @@ class Shares:
                 do=f"raise batch_size to {self.group.world_size} or more, or say batch='per_worker' to give each",
             )
 
-    def describe(self, size: int) -> str:
+    def describe(self, size: int, speeds: Sequence[Speed] = ()) -> str:
         """A text such as `global batch 256 = 128 + 128 samples`; many equal shares are counted together."""
-        each = self.all(size)
+        each = self.all(size, speeds)
         runs = [(share, len(list(run))) for share, run in groupby(each)]
         if self.group.world_size == 1:
             return f"global batch {size} samples"
@@ -278,7 +284,7 @@ class Assignment:
         self.epoch: Epoch | LongEpoch = Epoch(torch.empty(0, dtype=torch.int64), ())
 
     def take(self, k: int) -> tuple[Tensor, int]:
-        indices, own = self.shares.take(self.epoch.batch(k))
+        indices, own = self.shares.take(self.epoch.batch(k), k)
         return indices, own
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -303,10 +309,12 @@ class ShareOfStream:
 
     def __init__(self, shares: Shares, collate: Callable[[Any], Any]) -> None:
         self.shares, self.collate = shares, collate
+        self.read = 0  # batches of this epoch, where it is read in the training process
         self._streams: SideStreams | None = None  # of this worker's collate, in the process that calls it
 
     def __call__(self, samples: list[Any]) -> tuple[int, Any]:
-        mine, own = self.shares.take(samples)
+        mine, own = self.shares.take(samples, self.read)
+        self.read += 1
         if self.shares.group.world_size == 1:
             return own, self.collate(mine)
         # Whatever number of samples it draws for, the stream that all workers read alike stays where it is.

@@ -55,6 +55,12 @@ class BatchSource:
     batch: Habit
     seed = 0  # of the order; saved, so that a resumed run continues with the same order
     drawer: Any  # the object that decides the order; its set_epoch is called if it has one
+    shares: Shares | None = None  # of its batches; None where the user has split them
+
+    @property
+    def size(self) -> int | None:
+        """Samples of a global batch; None where they are not known beforehand."""
+        return None
 
     def facts(self) -> dict[str, Any]:
         """The settings that all workers must share, and that a saved state must share with this run."""
@@ -92,6 +98,7 @@ class Indexed(BatchSource):
     """A map-style data set: each worker knows the whole order and reads, and counts, only its own samples."""
 
     asks = False
+    shares: Shares
 
     @property
     def comm(self) -> Comm:
@@ -320,15 +327,22 @@ class Stream(BatchSource):
     own.
     """
 
+    shares: Shares
+
+    @property
+    def size(self) -> int:
+        assert self.source.batch_size is not None
+        return self.source.batch_size * (self.shares.group.world_size if self.batch == "per_worker" else 1)
+
     def __init__(self, source: DataLoader[Any], group: Group, balance: Balance, batch: Habit, seed: int) -> None:
         self.source, self.batch, self.seed = source, batch, seed
         self.drawer = source.dataset
-        assert source.batch_size is not None
-        self.size = source.batch_size * (group.world_size if batch == "per_worker" else 1)
         self.shares = Shares(group, balance)
         self.generator = torch.Generator()
-        keep = ShareOfStream(self.shares, source.collate_fn)
-        self.inner = _rebuilt(source, self.generator, batch_size=self.size, drop_last=source.drop_last, collate_fn=keep)
+        self.keep = ShareOfStream(self.shares, source.collate_fn)
+        self.inner = _rebuilt(
+            source, self.generator, batch_size=self.size, drop_last=source.drop_last, collate_fn=self.keep
+        )
 
     def facts(self) -> dict[str, Any]:
         size, drop_last = self.source.batch_size, self.source.drop_last
@@ -342,6 +356,7 @@ class Stream(BatchSource):
         return n if n is None else n // self.size if self.source.drop_last else -(-n // self.size)
 
     def begin(self, epoch: int, start: int) -> tuple[DealtBatches, int | None]:
+        self.keep.read = 0
         # The same on every worker: all must read the same stream, also when it shuffles itself.
         self.generator.manual_seed(mixed(self.seed, epoch))
         batches: Iterable[tuple[int | None, Any]] = self.inner

@@ -26,7 +26,7 @@ from torch import Tensor
 from paceline.errors import StoreError, UsageError
 from paceline.offload.file import PAGE, StateFile, aligned, broken, padded
 
-__all__ = ["CHUNK", "PAGE", "Disk", "Speed", "Transfer", "abandon", "aligned", "late", "padded", "speed"]
+__all__ = ["CHUNK", "PAGE", "Disk", "DiskSpeed", "Transfer", "abandon", "aligned", "late", "padded", "speed"]
 
 CHUNK = 4 << 20  # bytes; larger ones are not faster
 _PROBE, _PROBE_S = 64 * CHUNK, 0.3  # `speed` stops at the first of these two
@@ -247,20 +247,20 @@ def abandon(disk: Disk) -> None:
         disk.close()
 
 
-class Speed(NamedTuple):
+class DiskSpeed(NamedTuple):
     """The bytes a second that a disk reads and writes."""
 
     read: float
     write: float
 
 
-def speed(folder: Path) -> Speed:
+def speed(folder: Path) -> DiskSpeed:
     """Measure the disk under this folder with a small file, in less than a second."""
     with Disk(folder, _PROBE, in_flight=4) as disk:
         x = aligned(CHUNK).random_(generator=torch.Generator())  # some disks are faster with zeros
         write, written = _rate(disk.write, x, _PROBE, disk._file.flush)
         read, _ = _rate(disk.read, x, written, lambda: None)  # all chunks into one place: all are the same
-    return Speed(read=read, write=write)
+    return DiskSpeed(read=read, write=write)
 
 
 def _rate(move: Callable[[int, Tensor], Transfer], x: Tensor, size: int, end: Callable[[], None]) -> tuple[float, int]:

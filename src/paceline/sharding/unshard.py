@@ -24,7 +24,6 @@ one that leaves the module: then they are resharded. All others stay unsharded u
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -185,14 +184,12 @@ class Unsharding:
     def unshard(self, indices: list[int], *, backward: bool = False, ordered: bool = True) -> None:
         """Make the parameters of these buckets whole, and wait for them."""
         order = self.order[backward or torch.is_grad_enabled()] if ordered else UnshardOrder()
-        began = time.perf_counter()
-        with torch.no_grad():
+        with self.ex.recorder.waiting(), torch.no_grad():
             for i in indices:
                 if not self.buckets[i].unsharded:
                     if not backward:
                         self._reshard_unused(indices)
                     self._unshard(i, order)
-        self.ex.recorder.wait_s += time.perf_counter() - began
 
     def _unshard(self, i: int, order: UnshardOrder) -> None:
         self.buckets[i].unshard()

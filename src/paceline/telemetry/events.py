@@ -91,6 +91,19 @@ class Choice(TelemetryEvent):
     ratio: float | None  # how much the gradient's norm has changed; none: another reason decided
 
 
+class Rebalance(TelemetryEvent):
+    """The workers have told each other their speeds, and have changed their shares of a batch, or left them."""
+
+    batch: int  # from which on, as this loader has handed them out
+    changed: bool
+    shares: list[int]  # by the speeds
+    per_sample_ms: list[float]
+    per_step_ms: list[float]
+    exposed_ms: float  # communication that nothing hides
+    before_ms: float  # a step, as predicted with the shares that were valid
+    after_ms: float  # ... and with these
+
+
 class Note(TelemetryEvent):
     """Something a person should read once."""
 
@@ -105,7 +118,7 @@ class Bye(TelemetryEvent):
     error: str = ""
 
 
-AnyEvent = Hello | Step | Metric | Barrier | Wire | Skip | Choice | Note | Bye
+AnyEvent = Hello | Step | Metric | Barrier | Wire | Skip | Choice | Rebalance | Note | Bye
 _decoder = msgspec.json.Decoder(AnyEvent)
 
 

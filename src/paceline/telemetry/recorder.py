@@ -8,6 +8,7 @@ import resource
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import msgspec
 
 from paceline.telemetry.event_file import EventFile
 from paceline.telemetry.events import AnyEvent, Bye, Hello, Metric, Step
+from paceline.telemetry.pace import Pace
 
 _FLUSH_S = 0.5
 
@@ -53,11 +55,12 @@ class Recorder:
         self._written = time.monotonic()
         self.step = 0  # steps completed
         self.busy_s = 0.0
-        self.wait_s = 0.0  # added to by the engine
+        self.wait_s = 0.0  # waited for other workers in this lap
+        self.pace: Pace | None = None  # of the loader whose batch is in hand, where one wants to know
         self.sent = 0  # added to by the engine
         self._wall = self._cpu = 0.0  # when the lap began; 0: not in a lap
         self._paused = 0.0  # when `untimed` began; 0: not inside
-        self._paused_cpu, self._paused_sent = 0.0, 0  # ... and what these were then
+        self._paused_cpu, self._paused_sent, self._paused_wait = 0.0, 0, 0.0  # ... and what these were then
         self._data_s = 0.0
         self._samples = 0
         self.laps: deque[Lap] = deque(maxlen=_LAPS)  # the last ones
@@ -80,11 +83,13 @@ class Recorder:
 
     def start_lap(self, samples: int, data_s: float) -> None:
         """A batch is handed out."""
+        self._end_pace()
         self._samples, self._data_s = samples, data_s
         self._wall, self._cpu = time.perf_counter(), time.thread_time()
 
     def end_lap(self) -> None:
         """The next batch is asked for, or the loop was left: the step is over."""
+        self._end_pace()
         if not self._wall:
             return
         wall, cpu = time.perf_counter() - self._wall, time.thread_time() - self._cpu
@@ -105,18 +110,46 @@ class Recorder:
         self.step += 1
         self._wall, self.wait_s, self.sent = 0.0, 0.0, 0
 
+    def follow(self, pace: Pace) -> None:
+        """In this lap, which has just begun, have `pace` told how long the worker computes."""
+        self.pace = pace
+        pace.begin(max(self._samples, 1))  # a worker that has none computes on a borrowed one
+
+    def _end_pace(self) -> None:
+        if self.pace is not None:
+            self.pace.end()
+            self.pace = None
+
+    def _without(self, *, waiting: bool) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.pace is None else self.pace.without(waiting=waiting)
+
+    def backward_ended(self) -> None:
+        """The gradients of the batch in hand have been computed."""
+        if self.pace is not None:
+            self.pace.backward_ended()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """What happens inside is a wait for other workers."""
+        began = time.perf_counter()
+        with self._without(waiting=True):
+            yield
+        self.wait_s += time.perf_counter() - began
+
     @contextlib.contextmanager
     def untimed(self) -> Iterator[None]:
         """What happens inside is not part of the step: evaluation, saving, printing."""
         if self._paused:  # inside another one, which takes out the whole time
             yield
             return
-        self._paused, self._paused_cpu, self._paused_sent = time.perf_counter(), time.thread_time(), self.sent
+        self._paused, self._paused_cpu = time.perf_counter(), time.thread_time()
+        self._paused_sent, self._paused_wait = self.sent, self.wait_s
         try:
-            yield
+            with self._without(waiting=False):
+                yield
         finally:
             self._cpu += time.thread_time() - self._paused_cpu
-            self.sent = self._paused_sent
+            self.sent, self.wait_s = self._paused_sent, self._paused_wait
             if self._wall:
                 self._wall += time.perf_counter() - self._paused
             self._paused = 0.0
@@ -124,12 +157,13 @@ class Recorder:
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
         """What happens inside is part of the step, inside `untimed` too: it had been put off."""
-        wall, cpu, sent = time.perf_counter(), time.thread_time(), self.sent
+        wall, cpu, sent, wait = time.perf_counter(), time.thread_time(), self.sent, self.wait_s
         yield
         if self._paused:
             self._paused += time.perf_counter() - wall
             self._paused_cpu += time.thread_time() - cpu
             self._paused_sent += self.sent - sent
+            self._paused_wait += self.wait_s - wait
 
     def moment(self) -> Moment:
         """Now, in the job's own time."""
