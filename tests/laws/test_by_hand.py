@@ -115,7 +115,7 @@ def test_exact(way, clip):
     compare(way, clip)
 
 
-@pytest.mark.parametrize("way", [assign, assign_some, add])
+@pytest.mark.parametrize("way", [assign, assign_some, assign_some_before, add])
 def test_shares_of_different_size(way):
     compare(way, clip_norm, world_size=3, size=11)
 

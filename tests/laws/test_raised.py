@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import threads
+from paceline.core.parts import Reduced, Reducer
 from paceline.errors import MismatchError
+from paceline.method import Method
 from rig import Rig, close, data, mlp, same, sgd, weights
 
 AT = 2  # the step in which it happens
@@ -135,6 +140,72 @@ def test_in_a_window_of_micro_batches_the_others_count():
         opt.zero_grad()
     with warnings.catch_warnings(action="ignore"):
         close(same(threads.run(2, work)), weights(model))
+
+
+def test_in_the_last_micro_batch_the_window_is_given_up():
+    """It is of no step then, and the next window begins with the next batch."""
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        one = Rig(comm, model, opt, accumulate=2)
+        trap = Trap(model)
+        for step, (x, y) in enumerate(data(6)):
+            x, y = one.take(x, y)
+            trap.armed = step == 1
+            try:
+                cross_entropy(model(x), y).backward()
+            except MemoryError:
+                continue
+            opt.step()
+            opt.zero_grad()
+        return weights(model)
+
+    model = mlp()
+    opt = sgd(model)
+    for step, (x, y) in enumerate(data(6)[2:]):
+        (cross_entropy(model(x), y) / 2).backward()
+        if step % 2:
+            opt.step()
+            opt.zero_grad()
+    with warnings.catch_warnings(action="ignore"):
+        close(same(threads.run(2, work)), weights(model))
+
+
+@dataclass(kw_only=True)
+class Seen(Reducer):
+    """Notes what is sent."""
+
+    name: ClassVar[str] = "seen"
+    sent: ClassVar[dict[int, list[Tensor]]] = {}
+
+    async def mean(self, b, x, comm):
+        self.sent.setdefault(comm.rank, []).append(x[: b.n].clone())
+        return Reduced(await comm.mean(x))
+
+
+def test_the_others_are_sent_zeros():
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        trap = Trap(model)
+        one = Rig(comm, model, opt, spec=Method(reducer=Seen()))
+        for step, (x, y) in enumerate(data(AT + 2)):
+            x, y = one.take(x, y)
+            trap.armed = step == AT and comm.rank == 1
+            try:
+                cross_entropy(model(x), y).backward()
+            except MemoryError:
+                continue
+            opt.step()
+            opt.zero_grad()
+        return len(one.engine.buckets)
+
+    with warnings.catch_warnings(action="ignore"):
+        [count, _] = threads.run(2, work)
+    first, *_, last = Seen.sent[1][-2 * count : -count]
+    assert first.any(), "nothing had left before it raised"
+    assert not last.any()
 
 
 def test_it_is_said():
