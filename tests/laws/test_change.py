@@ -187,17 +187,23 @@ def test_methods_change_between_steps(world_size):
     close(same(first), loop(data(3, seed=0), model, sgd(model)))
 
 
-def gone_by(comm, gradients, change_at):
-    """Where plain SGD at rate 1 ends: by topk until `change_at`, by exact from there."""
+def gone_by(comm, gradients, change_at, to=(("exact", {}),), then=lambda engine: None, scale=1.0):
+    """Where plain SGD at rate 1 ends: by topk until `change_at`, by other methods from there. then: what is done after
+    the change. scale: of the loss, by a GradScaler.
+    """
     model = torch.nn.Module()
     model.p = p = torch.nn.Parameter(torch.zeros(300))
     optimizer = torch.optim.SGD([p], lr=1.0)
-    engine = Rig(comm, model, optimizer, spec="topk", knobs={"ratio": 0.05}).engine
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale != 1.0)
+    engine = Rig(comm, model, optimizer, spec="topk", knobs={"ratio": 0.05}, scaler=scaler).engine
     for t, g in enumerate(gradients):
         if t == change_at:
-            engine.change(method("exact"))
-        (p * g[comm.rank]).sum().backward()
-        optimizer.step()
+            for spec, knobs in to:
+                engine.change(method(spec, **knobs))
+            then(engine)
+        scaler.scale((p * g[comm.rank]).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
     return -p.detach()
 
@@ -205,9 +211,20 @@ def gone_by(comm, gradients, change_at):
 GRADIENTS = [torch.randn(2, 300, generator=torch.Generator().manual_seed(t)) for t in range(4)]
 
 
-def test_what_a_method_kept_back_goes_into_the_next_ones_gradients():
+EXACT, LOCAL, TOPK = ("exact", {}), ("local_sgd", {"every": 1}), ("topk", {"ratio": 0.05})
+CHANGES = {
+    "exact": {},
+    "local_sgd": {"to": [LOCAL]},
+    "twice": {"to": [TOPK, EXACT]},
+    "and other buckets": {"then": lambda engine: engine.recut(1 << 20)},
+    "under a loss scale": {"scale": 256.0},
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_what_a_method_kept_back_goes_into_the_next_ones_gradients(how):
     """Conservation over a change: in the end everything has been applied."""
-    got = same(threads.run(2, lambda comm: gone_by(comm, GRADIENTS, 2)))
+    got = same(threads.run(2, lambda comm: gone_by(comm, GRADIENTS, 2, **CHANGES[how])))
     torch.testing.assert_close(got, sum(g.mean(0) for g in GRADIENTS), rtol=0, atol=1e-5)
 
 

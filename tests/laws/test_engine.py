@@ -495,6 +495,59 @@ def test_blocks_of_no_sync_inside_each_other():
     close(same(threads.run(2, work)), alone(large))
 
 
+class Mixed(nn.Module):
+    """The first layer, which is the last whose gradients are ready, is too narrow for a whisper."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8).bfloat16(), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.second(self.first(x.bfloat16()).float())
+
+
+def test_a_whisper_is_of_its_own_backward():
+    """After a step with a whisper comes one whose last bucket cannot carry any."""
+    build = built(Mixed)
+
+    def work(comm):
+        model = build()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        rig = Rig(comm, model, opt)
+        for step, (x, y) in enumerate(data(3)):
+            model.first.requires_grad_(step > 0)
+            x, y = rig.take(x, y)
+            cross_entropy(model(x * float("nan") if step == 1 and comm.rank else x), y).backward()
+            opt.step()
+            opt.zero_grad()
+        return weights(model)
+
+    with pytest.warns(UserWarning, match="step 1 is skipped on all workers: the gradient of worker 1 "):
+        assert same(threads.run(2, work)).isfinite().all()
+
+
+def test_what_was_held_back_and_zeroed_is_forgotten():
+    """Without a step: the window begins again with the next batch."""
+    batches = data(4)
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        rig = Rig(comm, model, opt)
+        with rig.engine.no_sync():
+            x, y = rig.take(*batches[0])
+            cross_entropy(model(x), y).backward()
+            opt.zero_grad()
+        for x, y in batches[1:]:
+            x, y = rig.take(x, y)
+            cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+        return weights(model)
+
+    close(same(threads.run(2, work)), alone(batches[1:]))
+
+
 def test_a_plain_step_sends_its_buckets_and_nothing_else():
     """The vote is whispered with the gradients: [Note: whisper]."""
 
@@ -510,6 +563,7 @@ def test_a_plain_step_sends_its_buckets_and_nothing_else():
             opt.step()
             opt.zero_grad()
             counts.append(comm.ops - before)
+        assert rig.recorder.sent == comm.sent
         return counts[1:], len(rig.engine.buckets)
 
     for counts, buckets in threads.run(2, work):

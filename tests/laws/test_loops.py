@@ -166,6 +166,20 @@ def test_unknown_scaler_is_refused_where_it_matters(kind):
         threads.run(2, work)
 
 
+@pytest.mark.parametrize("spec", ["exact", "topk", "local_sgd"])
+def test_a_grad_scaler_that_is_switched_off_does_nothing(spec):
+    def run(handed):
+        def work(comm):
+            model = mlp()
+            opt, scaler = sgd(model), torch.amp.GradScaler("cpu", enabled=False)
+            take = Rig(comm, model, opt, spec=spec, scaler=scaler if handed else None).take
+            return _scaled_loop(data(4), model, opt, take, scaler)[0]
+
+        return threads.run(2, work)
+
+    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
+
+
 def test_grad_scaler_in_a_window():
     batches = data(6, size=6)
     large = [

@@ -187,8 +187,28 @@ def test_a_world_of_one_is_the_optimizer_alone(stage):
 # -------------------------------------------------------------------------------------------------------- gradients
 
 
-def test_micro_batches_of_a_window():
-    equal(batches=data(8), accumulate=2)
+@pytest.mark.parametrize("losses", [1, 2])
+def test_micro_batches_of_a_window(losses):
+    def step(one, x, y):
+        for _ in range(losses):
+            cross_entropy(one.model(x), y).backward()
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+
+    equal(batches=data(8), accumulate=2, step=step, tol=0.0 if losses == 1 else 1e-5)
+
+
+def test_of_several_backwards_some_gradients_are_thrown_away():
+    def step(one, x, y):
+        for i in range(3):
+            if i == 2:
+                for p in one.model[0].parameters():
+                    p.grad = None
+            cross_entropy(one.model(x), y).backward()
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+
+    equal(step=step, tol=1e-5)
 
 
 @pytest.mark.parametrize("zeroed", ["optimizer", "model", "kept", "never"])
