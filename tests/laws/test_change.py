@@ -17,7 +17,7 @@ from paceline.comm.threads import Room, ThreadComm
 from paceline.core.facts import Fact
 from paceline.errors import MethodError, UsageError
 from paceline.method import method
-from rig import Rig, adamw, close, data, loop, mlp, same, sgd, weights
+from rig import Rig, adamw, built, close, data, loop, mlp, same, sgd, weights
 
 SYNCHRONOUS = [
     name for axis in ("reducer", "sync", "layout", "order") for name, cls in registry.parts(axis).items()
@@ -28,9 +28,9 @@ SYNCHRONOUS = [
 class Worker:
     """A thread-worker whose group can be made anew: every epoch has a room of its own."""
 
-    def __init__(self, rooms, rank, spec="exact", make=sgd, knobs=None, **settings):
+    def __init__(self, rooms, rank, spec="exact", make=sgd, knobs=None, build=mlp, **settings):
         self.rooms, self.number = rooms, rank
-        self.model = mlp()
+        self.model = build()
         self.optimizer = make(self.model)
         self.comm = ThreadComm(rooms[0], rank)
         self.rig = Rig(
@@ -106,6 +106,25 @@ def three_two_three(spec, make=sgd, knobs=None, **settings):
         )
 
     return run(rooms, work)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_joiner_has_what_the_members_have(steps):
+    """Weights, buffers and the optimizer's state, none where they have none; whatever it had done alone."""
+    rooms = [Room(3), Room(2), Room(3)]
+    build = built(lambda: torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3)))
+
+    def work(rank):
+        one = Worker(rooms, rank, make=adamw, build=build)
+        one.engine.regroup(one.group(1, rank) if rank < 2 else Group.single())
+        one.train(data(steps if rank < 2 else 2, seed=rank // 2))
+        one.engine.regroup(one.group(2, rank, joined=(2,)))
+        one.engine.buffers.give_back()  # as after a step that does not count
+        known = [one.optimizer.state.get(p, {}) for p in one.model.parameters()]
+        moments = [x.flatten() for state in known for x in state.values()]
+        return torch.cat([x.flatten() for x in one.model.state_dict().values()] + moments)
+
+    same(run(rooms, work))
 
 
 def single(make=sgd, batches=None):

@@ -40,6 +40,26 @@ def test_one_that_was_not_handed_over_is_refused(spec, knobs):
         threads.run(2, lambda comm: train(comm, spec, handed=False, knobs=knobs))
 
 
+def test_what_a_scaler_does_to_gradients_is_not_compared():
+    """It does the same on all workers: a step sends its buckets and nothing else."""
+
+    def work(comm):
+        model = mlp()
+        opt, mine = sgd(model), scaler()
+        one = Rig(comm, model, opt, scaler=mine)
+        for x, y in data(3):
+            x, y = one.take(x, y)
+            before = comm.ops
+            mine.scale(cross_entropy(model(x), y)).backward()
+            mine.unscale_(opt)
+            mine.step(opt)
+            mine.update()
+            opt.zero_grad()
+        assert comm.ops - before == len(one.engine.buckets)
+
+    threads.run(2, work)
+
+
 @pytest.mark.parametrize("spec", ["exact", "priority"])
 def test_where_it_need_not_be_known_all_scales_stay_equal(spec):
     assert threads.run(2, lambda comm: train(comm, spec, handed=False, knobs={})) == [2048.0, 2048.0]

@@ -851,7 +851,7 @@ ROWS = [
     Mutant(
         "a joiner keeps its own buffers",
         "core/transfer.py",
-        "tensors = [*params, *engine.buffers.tensors()]",
+        "tensors = [*params, *engine.buffers.all()]",
         "tensors = [*params]",
         "laws/test_change.py",
     ),
