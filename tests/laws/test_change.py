@@ -210,9 +210,8 @@ def gone_by(comm, gradients, change_at, to=(("exact", {}),), then=lambda engine:
     """Where plain SGD at rate 1 ends: by topk until `change_at`, by other methods from there. then: what is done after
     the change. scale: of the loss, by a GradScaler.
     """
-    model = torch.nn.Module()
-    model.p = p = torch.nn.Parameter(torch.zeros(300))
-    optimizer = torch.optim.SGD([p], lr=1.0)
+    model = torch.nn.ParameterList([torch.zeros(100) for _ in range(3)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale != 1.0)
     engine = Rig(comm, model, optimizer, spec="topk", knobs={"ratio": 0.05}, scaler=scaler).engine
     for t, g in enumerate(gradients):
@@ -220,11 +219,11 @@ def gone_by(comm, gradients, change_at, to=(("exact", {}),), then=lambda engine:
             for spec, knobs in to:
                 engine.change(method(spec, **knobs))
             then(engine)
-        scaler.scale((p * g[comm.rank]).sum()).backward()
+        scaler.scale((torch.cat([*model]) * g[comm.rank]).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    return -p.detach()
+    return -weights(model)
 
 
 GRADIENTS = [torch.randn(2, 300, generator=torch.Generator().manual_seed(t)) for t in range(4)]

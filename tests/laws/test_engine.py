@@ -31,6 +31,23 @@ def test_a_worker_without_samples_counts_nothing(world_size):
     close(same(train(world_size, batches)), alone(batches))
 
 
+def test_what_a_worker_without_samples_computes_is_not_looked_at():
+    batches = data(3, size=2)
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        rig = Rig(comm, model, opt)
+        for x, y in batches:
+            x, y = rig.take(x, y)
+            (cross_entropy(model(x), y) * (float("nan") if comm.rank == 2 else 1.0)).backward()
+            opt.step()
+            opt.zero_grad()
+        return weights(model)
+
+    close(same(threads.run(3, work)), alone(batches))
+
+
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_half_stays_near_and_agrees(dtype):
     batches = data(20)
@@ -62,6 +79,24 @@ def test_accumulate_equals_the_large_batch(world_size, n):
     results = threads.run(world_size, work)
     close(same([r[0] for r in results]), alone(large))
     assert results[0][1] == len(large)
+
+
+def test_accumulate_without_a_loader():
+    """Every window begins at the same scale, though no batch says which."""
+    batches = data(6)
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        rig = Rig(comm, model, opt, accumulate=2)
+        for x, y in batches:
+            cross_entropy(model(x[comm.rank :: 2]), y[comm.rank :: 2]).backward()
+            opt.step()
+            opt.zero_grad()
+        return weights(model), rig.engine.ex.step
+
+    large = [tuple(torch.cat(parts) for parts in zip(*batches[i : i + 2], strict=True)) for i in (0, 2, 4)]
+    close(same([w for w, _ in threads.run(2, work)]), alone(large))
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -243,6 +278,27 @@ def test_a_worker_whose_loss_touches_nothing_of_an_optimizer_joins_at_step():
     same(threads.run(2, work))
 
 
+def test_all_bytes_of_a_backward_leave_before_any_is_waited_for():
+    """A worker waits in its backward for an optimizer that the other one joins with only after its own backward."""
+    x, y = data(1, size=8)[0]
+
+    def work(comm):
+        model = nn.ModuleList([mlp(0), mlp(1)])
+        opts = [sgd(model[0]), sgd(model[1])]
+        engines = Engines()
+        lanes = [type(comm)(comm.room, comm.rank, f"o{i}") for i in range(2)]
+        rigs = [Rig(lanes[i], model[i], opts[i], engines=engines, spec="half") for i in range(2)]
+        for r in rigs:
+            mine = r.take(x, y)
+        out = model[1](mine[0]) if comm.rank == 0 else model[0](mine[0]) + model[1](mine[0])
+        cross_entropy(out, mine[1]).backward()
+        for opt in opts:
+            opt.step()
+        return weights(model)
+
+    same(threads.run(2, work, timeout_s=5))
+
+
 def test_frozen_and_thawed_on_the_way():
     batches = data(9)
 
@@ -400,6 +456,22 @@ def test_guard_raise_and_patience():
         threads.run(2, work("raise", 1))
     with pytest.warns(UserWarning, match="skipped"), pytest.raises(NonFiniteError, match="20 in a row"):
         threads.run(2, work("skip", 25))
+
+
+@pytest.mark.filterwarnings("ignore:paceline. step")
+def test_patience_begins_again_with_every_step_that_counts():
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        rig = Rig(comm, model, opt)
+        for step, (x, y) in enumerate(data(30)):
+            x, y = rig.take(x, y)
+            cross_entropy(model(x if step % 10 == 0 else x * float("inf")), y).backward()
+            opt.step()
+            opt.zero_grad()
+        return rig.engine.ex.step
+
+    assert threads.run(2, work) == [3, 3]
 
 
 def test_one_backward_more_on_one_worker_is_named():

@@ -166,6 +166,24 @@ def test_unknown_scaler_is_refused_where_it_matters(kind):
         threads.run(2, work)
 
 
+def test_a_step_that_a_scaler_leaves_out_leaves_no_trace_in_a_reducer():
+    """Nothing but `zero_grad` tells that it was left out."""
+    batches = data(6)
+
+    def run(spoiled):
+        def work(comm):
+            model = mlp()
+            opt = sgd(model)
+            scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+            take = Rig(comm, model, opt, spec=Method(reducer=Hoarder()), scaler=scaler).take
+            spoil = lambda step, x: x * float("inf") if spoiled and step == 3 and comm.rank == 1 else x  # noqa: E731
+            return _scaled_loop(batches if spoiled else batches[:3] + batches[4:], model, opt, take, scaler, spoil)[0]
+
+        return same(threads.run(2, work))
+
+    close(run(True), run(False))
+
+
 @pytest.mark.parametrize("spec", ["exact", "topk", "local_sgd"])
 def test_a_grad_scaler_that_is_switched_off_does_nothing(spec):
     def run(handed):

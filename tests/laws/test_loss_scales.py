@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 import threads
@@ -52,6 +53,7 @@ def test_what_a_scaler_does_to_gradients_is_not_compared():
             before = comm.ops
             mine.scale(cross_entropy(model(x), y)).backward()
             mine.unscale_(opt)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             mine.step(opt)
             mine.update()
             opt.zero_grad()

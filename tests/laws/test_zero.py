@@ -208,7 +208,7 @@ def test_of_several_backwards_some_gradients_are_thrown_away():
         one.optimizer.step()
         one.optimizer.zero_grad()
 
-    equal(step=step, tol=1e-5)
+    equal(step=step, optimizer=sgd, tol=1e-5)
 
 
 @pytest.mark.parametrize("zeroed", ["optimizer", "model", "kept", "never"])

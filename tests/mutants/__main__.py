@@ -19,8 +19,6 @@ sys.path[0] = str(Path(__file__).parents[1])  # not this folder: its files are m
 from mutants.mutant import mutants  # noqa: E402
 from mutants.run import Result, check, run  # noqa: E402
 
-from paceline.tools.race.result import header  # noqa: E402
-
 ENOUGH = 0.95
 
 
@@ -73,11 +71,10 @@ def _table(results: Sequence[Result]) -> str:
 
 
 def _document(results: Sequence[Result], seconds: float) -> dict[str, object]:
+    from paceline.tools.race.result import header  # not above: the processes of the rows import other sources
+
     count = Counter(result.verdict for result in results)
-    rows = [
-        {"name": r.mutant.name, "file": r.mutant.file, "verdict": r.verdict, "why": r.why, "seconds": round(r.seconds, 1)}
-        for r in results
-    ]
+    rows = [{"name": r.mutant.name, "file": r.mutant.file, "verdict": r.verdict, "why": r.why} for r in results]
     return header("mutants") | {"seconds": round(seconds), "killed_share": share(results), **count, "rows": rows}
 
 

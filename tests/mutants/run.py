@@ -1,12 +1,16 @@
-"""The tests of a row, run over a copy of the sources that has its fault."""
+"""The tests of a row, run over a copy of the sources that has its fault.
+
+Each row has a process of its own. It is forked from one that has imported torch and what else takes long, but nothing
+of ours, so that a row takes hardly longer than its tests.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,8 +22,10 @@ from typing import Literal, NamedTuple
 from mutants.mutant import ROOT, SOURCES, TESTS, Mutant, StaleError
 
 Verdict = Literal["killed", "survived", "equivalent", "stale", "broken"]
-TIMEOUT_S = 240  # of one row: whoever does not end by then hangs, which a run of the tests would show as well
+TIMEOUT_S = 240.0  # of one row: whoever does not end by then hangs, which a run of the tests would show as well
 _FAILED, _BROKEN = 1, (2, 3, 4, 5)  # exit codes of pytest: tests failed; nothing was collected, or not all of it
+_WORDS = ("-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu", "--tb=line")
+_FOREIGN = ["hypothesis", "msgspec", "numba", "pytest", "safetensors", "torch._dynamo", "torch.distributed", "typer"]
 
 
 class Result(NamedTuple):
@@ -54,7 +60,7 @@ def check(rows: Sequence[Mutant], jobs: int) -> None:
         files.setdefault(test.partition("::")[0], []).append(test)
     whole = [[file] if file in tests else tests for file, tests in files.items()]
     with ThreadPoolExecutor(jobs) as pool:
-        failed = [output for code, output in pool.map(lambda tests: _pytest(SOURCES, tests), whole) if code]
+        failed = [output for code, output in pool.map(lambda tests: _pytest(SOURCES, tests), whole) if code != 0]
     if failed:
         raise BrokenTestsError("the tests fail without any fault:\n" + "\n".join(failed))
 
@@ -74,28 +80,43 @@ def _run(row: Mutant) -> Result:
             compiled.unlink()
         code, output = _pytest(sources, row.tests.split())
     verdict: Verdict = "survived" if code == 0 else "broken" if code in _BROKEN else "killed"
-    return Result(row, verdict, time.monotonic() - began, _first_failure(code, output) if code else "")
+    return Result(row, verdict, time.monotonic() - began, _first_failure(code, output) if code != 0 else "")
 
 
 def _pytest(sources: Path, tests: Sequence[str]) -> tuple[int | None, str]:
     """The exit code and the output of these tests over these sources; None: they took too long."""
-    words = ["-x", "-q", "-p", "no:cacheprovider", "-n", "0", "-m", "not slow and not gpu"]
-    command = [sys.executable, "-m", "pytest", *words, "--tb=line", *(str(TESTS / test) for test in tests)]
-    env = os.environ | {"PYTHONPATH": str(sources), "OMP_NUM_THREADS": "1"}
-    out, err = subprocess.PIPE, subprocess.STDOUT
-    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=err, text=True, start_new_session=True) as run:
-        try:
-            output, _ = run.communicate(timeout=TIMEOUT_S)
-            return run.returncode, output
-        except subprocess.TimeoutExpired:
-            return None, f"not through after {TIMEOUT_S} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(run.pid, signal.SIGKILL)  # the workers that it has started go with it
+    os.environ["OMP_NUM_THREADS"] = "1"  # as in conftest.py, but here torch is imported earlier
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_FOREIGN)
+    with tempfile.NamedTemporaryFile(mode="r", prefix="mutant-") as output:
+        process = context.Process(target=_in_process, args=(sources, tests, output.name))
+        process.start()
+        process.join(TIMEOUT_S)
+        code = process.exitcode
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid or 0, signal.SIGKILL)  # the workers that it has started go with it
+        process.join()
+        return code, output.read()
+
+
+def _in_process(sources: Path, tests: Sequence[str], output: str) -> None:
+    import pytest
+
+    os.setsid()
+    with Path(output).open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    assert "paceline" not in sys.modules, "the sources without the fault were imported before"
+    os.chdir(ROOT)
+    os.environ["PYTHONPATH"] = str(sources)
+    sys.path.insert(0, str(sources))
+    sys.exit(pytest.main([*_WORDS, *(str(TESTS / test) for test in tests)]))
 
 
 def _first_failure(code: int | None, output: str) -> str:
     if code == _FAILED:
         failed = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
         return failed[0].removeprefix("FAILED ").partition(" - ")[0].removeprefix("tests/") if failed else output[-300:]
-    return output[-300:] if code is None or code > 0 else f"ended by signal {-code}"
+    if code is None:
+        return f"not through after {TIMEOUT_S:g} s"
+    return output[-300:] if code > 0 else f"ended by signal {-code}"

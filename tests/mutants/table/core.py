@@ -16,7 +16,7 @@ ROWS = [
         "core/engine.py",
         "self._backwards, self.window.number, settings, rate)",
         "self._backwards, 0, settings, rate)",
-        "laws/test_raised.py",
+        "laws/test_engine.py::test_a_batch_left_out_by_one_worker_alone_is_named",
     ),
     Mutant(
         "the vote is blind to settings",
@@ -44,7 +44,7 @@ ROWS = [
         "core/engine.py",
         "                self._weigh_by_hand(s)\n                b.arrive(s)\n",
         "                b.arrive(s)\n",
-        "laws/test_by_hand.py",
+        "laws/test_by_hand.py::test_shares_of_different_size",
     ),
     Mutant(
         "gradients by hand are not weighed at step",
@@ -79,21 +79,21 @@ ROWS = [
         "core/engine.py",
         "        for b in self._coming:\n            b.zero()\n",
         "",
-        "laws/test_raised.py",
+        "laws/test_raised.py::test_the_others_are_sent_zeros",
     ),
     Mutant(
         "a backward given up keeps its buffers",
         "core/engine.py",
         "        self.buffers.give_back()\n        self.exchanged = True\n",
         "        self.exchanged = True\n",
-        "laws/test_raised.py laws/test_buffers.py",
+        "laws/test_buffers.py::test_a_backward_that_raises_leaves_no_trace_in_them",
     ),
     Mutant(
         "a backward given up leaves its window open",
         "core/engine.py",
         "        self.exchanged = True\n        self.rollback()\n        self.window.over()\n",
         "        self.exchanged = True\n        self.rollback()\n",
-        "laws/test_raised.py",
+        "laws/test_raised.py::test_in_the_last_micro_batch_the_window_is_given_up",
     ),
     Mutant(
         "the order does not hear of the end of backward",
@@ -135,7 +135,7 @@ ROWS = [
         "core/engine.py",
         "        if verdict is Verdict.SKIP:\n            self.window.over()\n",
         "        if verdict is Verdict.SKIP:\n",
-        "laws/test_engine.py laws/test_loops.py laws/test_composition.py",
+        "laws/test_engine.py::test_a_window_that_does_not_count_is_over",
     ),
     Mutant(
         "a bad step keeps its buffers",
@@ -149,7 +149,7 @@ ROWS = [
         "core/engine.py",
         "            step = self.ex.step\n            self.rollback()\n",
         "            step = self.ex.step\n",
-        "laws/test_engine.py laws/test_loops.py",
+        "laws/test_loops.py::test_a_skipped_step_leaves_no_trace_in_a_reducer",
     ),
     Mutant(
         "a good step's buffers are not kept",
@@ -170,7 +170,7 @@ ROWS = [
         "core/engine.py",
         "        if not self.exchanged:\n            self._add_carry()\n",
         "",
-        "laws/test_change.py",
+        "laws/test_change.py::test_what_a_method_kept_back_goes_into_the_next_ones_gradients",
     ),
     Mutant(
         "what an agreement staged is not committed",
@@ -191,7 +191,7 @@ ROWS = [
         "core/engine.py",
         "            if agrees:\n                self.buffers.keep()\n",
         "",
-        "laws/test_local_sgd.py laws/test_buffers.py",
+        "laws/test_buffers.py::test_after_an_agreement_a_bad_batch_gives_back_what_was_agreed",
     ),
     Mutant(
         "a window goes on after its step",
@@ -226,21 +226,21 @@ ROWS = [
         "core/engine.py",
         "        self.window.over()\n        do()\n",
         "        do()\n",
-        "laws/test_engine.py laws/test_loops.py laws/test_composition.py",
+        "laws/test_engine.py::test_what_was_held_back_and_zeroed_is_forgotten",
     ),
     Mutant(
         "an inner no_sync ends the outer one",
         "core/engine.py",
         "            self.window.no_sync = before\n",
         "            self.window.no_sync = False\n",
-        "laws/test_engine.py laws/test_loops.py",
+        "laws/test_engine.py::test_blocks_of_no_sync_inside_each_other",
     ),
     Mutant(
         "another cut loses what was carried",
         "core/engine.py",
         "        self.ex.carry.load(carried, self.buckets)\n",
         "",
-        "laws/test_change.py laws/test_buffers.py",
+        "laws/test_change.py::test_what_a_method_kept_back_goes_into_the_next_ones_gradients",
     ),
     Mutant(
         "old hooks stay after another cut",
@@ -254,7 +254,7 @@ ROWS = [
         "core/engine.py",
         "        self.sent_before = sent\n",
         "",
-        "laws/test_priority.py laws/test_wire.py unit/test_telemetry.py unit/test_trace.py",
+        "laws/test_engine.py::test_a_plain_step_sends_its_buckets_and_nothing_else",
     ),
     # ------------------------------------------------------------------------------------------------ bucket.py
     Mutant(
@@ -262,7 +262,7 @@ ROWS = [
         "core/bucket.py",
         "        self.holds = False  # what it carried leaves with these, unless `hide` says that it is kept\n",
         "",
-        "laws/test_engine.py laws/test_loops.py",
+        "laws/test_zero.py::test_micro_batches_of_a_window",
     ),
     Mutant(
         "a held sum is overwritten",
@@ -290,7 +290,7 @@ ROWS = [
         "core/bucket.py",
         "            self.kept.add_(self.aside)\n            self.aside = None\n",
         "            self.kept.add_(self.aside)\n",
-        "laws/test_zero.py laws/test_zero_loops.py",
+        "laws/test_zero.py::test_of_several_backwards_some_gradients_are_thrown_away",
     ),
     Mutant(
         "a parameter that nobody used gets a gradient",
@@ -325,7 +325,7 @@ ROWS = [
         "core/bucket.py",
         "self.n, self.step = min(stop, whole.n) - start, 0",
         "self.n, self.step = stop - start, 0",
-        "laws/test_priority.py",
+        "unit/test_bucket.py::test_chunks_are_the_bucket_and_none_is_of_padding_alone",
     ),
     Mutant(
         "a backward that raised leaves its gradients",
@@ -467,7 +467,7 @@ ROWS = [
         "core/vote.py",
         "return absent or self.gave_up or not",
         "return absent or not",
-        "laws/test_raised.py",
+        equivalent="a backward that raised has dropped its gradients, and one that is absent is trouble already",
     ),
     Mutant(
         "a whisper hides what is not finite",
@@ -502,14 +502,14 @@ ROWS = [
         "core/vote.py",
         "if step - self.late <= s < step}\n        self.last = None\n",
         "if step - self.late <= s < step}\n",
-        "laws/test_engine.py laws/test_priority.py laws/test_loops.py",
+        "laws/test_engine.py::test_a_whisper_is_of_its_own_backward",
     ),
     Mutant(
         "a ballot is held against every further attempt",
         "core/vote.py",
         "        self._ballots.pop(self._at.step - self.late, None)\n",
         "        pass\n",
-        "laws/test_delayed.py laws/test_engine.py",
+        "laws/test_delayed.py::test_an_overflow_under_a_loss_scaler_costs_one_attempt",
     ),
     Mutant(
         "whoever differs from worker 0 is named",
@@ -530,7 +530,7 @@ ROWS = [
         "core/vote.py",
         "return self.wait()[-1].item() / self.world_size",
         "return self.wait()[-1].item()",
-        "laws/test_priority.py",
+        "laws/test_priority.py::test_workers_hear_of_the_mean_backlog",
     ),
     Mutant(
         "the wrong worker is named",
@@ -552,7 +552,7 @@ ROWS = [
         "core/pipeline.py",
         "key=lambda flight: (flight.size > 0, urgency(flight.subject) if flight.size else 0)",
         "key=lambda flight: (flight.size == 0, urgency(flight.subject) if flight.size else 0)",
-        "laws/test_priority.py",
+        "laws/test_priority.py::test_buffers_do_not_wait_behind_gradients",
     ),
     # ------------------------------------------------------------------------------------------------ exchange.py
     Mutant(
@@ -567,7 +567,7 @@ ROWS = [
         "core/exchange.py",
         "        if scale is not None:\n            g.div_(scale)\n        if carried is not None:\n            g.add_(carried[: b.n])\n",
         "        if carried is not None:\n            g.add_(carried[: b.n])\n        if scale is not None:\n            g.div_(scale)\n",
-        "laws/test_change.py laws/test_loops.py",
+        "laws/test_change.py::test_what_a_method_kept_back_goes_into_the_next_ones_gradients",
     ),
     Mutant(
         "a mean stays without its loss scale",
@@ -610,42 +610,42 @@ ROWS = [
         "core/overlap.py",
         "            with engine.waiting():\n                engine.pipeline.drain()\n        verdict = None\n",
         "            pass\n        verdict = None\n",
-        "laws/test_priority.py",
+        "laws/test_priority.py::test_nothing_of_a_step_that_does_not_count_is_under_way",
     ),
     Mutant(
         "gradients are zeroed in place before they are used",
         "core/overlap.py",
         "        if in_place:\n            self._zero = do\n        else:\n            do()\n",
         "        do()\n",
-        "laws/test_priority.py",
+        "laws/test_priority.py::test_gradients_that_are_zeroed_in_place",
     ),
     Mutant(
         "step hooks run once a bucket",
         "core/overlap.py",
         "return any(not hook.__module__.startswith(\"paceline\") for hooks in known for hook in hooks.values())",
         "return False",
-        "laws/test_priority.py laws/test_by_hand.py",
+        "laws/test_priority.py::test_hooks_of_the_optimizer_run_once_a_step",
     ),
     Mutant(
         "gradients that were replaced are not seen by an update",
         "core/overlap.py",
         "if any(s.param.grad is not s.known for b in self.engine.buckets for s in b.slots):",
         "if False:",
-        "laws/test_priority.py laws/test_by_hand.py",
+        "laws/test_priority.py::test_a_gradient_that_is_taken_away",
     ),
     Mutant(
         "an update that crossed is not committed",
         "core/overlap.py",
         "                self.engine.commit()\n                self.engine.over(made=True)\n",
         "                self.engine.over(made=True)\n",
-        "laws/test_priority.py",
+        "laws/test_priority.py::test_a_step_that_does_not_count_leaves_no_trace",
     ),
     Mutant(
         "the optimizer's state may be seen before it has landed",
         "core/overlap.py",
         "                yield from (x for x in state.get(s.param, {}).values() if isinstance(x, Tensor))\n",
         "",
-        "laws/test_priority.py",
+        "laws/test_priority.py::test_who_looks_at_what_the_optimizer_remembers_sees_the_update",
     ),
     Mutant(
         "a gradient arrives before the last update is made",
@@ -674,14 +674,14 @@ ROWS = [
         "core/by_hand.py",
         "            elif s.param.grad is None:\n                prints[i] = _NONE\n",
         "",
-        "laws/test_by_hand.py laws/test_priority.py",
+        "laws/test_by_hand.py::test_a_gradient_that_one_worker_takes_away_counts_as_zero",
     ),
     Mutant(
         "a window's gradients by hand are weighed twice",
         "core/by_hand.py",
         "scale = 1.0 if engine.window.several else engine.window.scale",
         "scale = engine.window.scale",
-        "laws/test_by_hand.py",
+        "laws/test_by_hand.py::test_what_is_added_to_the_sum_of_a_window",
     ),
     Mutant(
         "clipping looks at gradients that were not exchanged",
@@ -710,7 +710,7 @@ ROWS = [
         "core/buffers.py",
         "torch.where(bad, agreed, b.flat)",
         "torch.where(bad, b.flat, agreed)",
-        "laws/test_verdict.py",
+        "laws/test_verdict.py::test_the_averages_of_a_step_skipped_on_the_device_go_back",
     ),
     Mutant(
         "buffers are not followed when a model is cast",
@@ -746,7 +746,7 @@ ROWS = [
         "core/loss_scale.py",
         "        if opt is optimizer:\n            engine.by_hand.note()\n",
         "",
-        "laws/test_loops.py laws/test_loss_scales.py laws/test_by_hand.py",
+        "laws/test_loss_scales.py::test_what_a_scaler_does_to_gradients_is_not_compared",
     ),
     Mutant(
         "workers take the largest loss scale",
@@ -768,14 +768,14 @@ ROWS = [
         "core/hooks.py",
         "    for engine in engines:\n        engine.window.use()\n",
         "",
-        "laws/test_weights.py laws/test_engine.py",
+        "laws/test_weights.py::test_a_backward_of_another_optimizer_has_used_a_batch_too",
     ),
     Mutant(
         "a backward that raised is forgotten at step",
         "core/hooks.py",
         "        engines.give_up_raised()\n        engine.refresh()\n",
         "        engine.refresh()\n",
-        "laws/test_raised.py",
+        "laws/test_raised.py::test_it_is_said",
     ),
     Mutant(
         "patience is one step longer",
@@ -797,7 +797,7 @@ ROWS = [
         "core/state.py",
         "        self.real.clear()\n        self.staged.clear()\n",
         "        self.real.clear()\n",
-        "unit/test_method.py laws/test_wrappers.py laws/test_checkpoint.py",
+        "unit/test_method.py::test_a_load_replaces_what_was_staged",
     ),
     Mutant(
         "what is loaded from a vector lands one element late",
@@ -832,7 +832,7 @@ ROWS = [
         "core/change.py",
         "            kept.append(before)\n",
         "            pass\n",
-        "laws/test_change.py",
+        equivalent="what is carried and not spent moves along with the cut, and only what was spent is kept back anew",
     ),
     Mutant(
         "moments of workers that trained alone stay apart",
@@ -846,14 +846,14 @@ ROWS = [
         "core/transfer.py",
         "    engine.optimizer.state.clear()\n",
         "",
-        "laws/test_change.py",
+        "laws/test_change.py::test_a_joiner_has_what_the_members_have",
     ),
     Mutant(
         "a joiner keeps its own buffers",
         "core/transfer.py",
         "tensors = [*params, *engine.buffers.all()]",
         "tensors = [*params]",
-        "laws/test_change.py",
+        "laws/test_change.py::test_a_joiner_has_what_the_members_have",
     ),
     Mutant(
         "after an evaluation all have the centre",
@@ -867,7 +867,7 @@ ROWS = [
         "core/replicas.py",
         "everyones.mode(0).values",
         "everyones[0]",
-        "laws/test_replicas.py",
+        "laws/test_replicas.py::test_weights_that_one_worker_alone_has_written_are_named",
     ),
     Mutant(
         "a backward that raised leaves its gradients to the next",
