@@ -189,6 +189,22 @@ def test_powersgds_leftover_is_what_this_worker_lacks():
         assert (mean.T @ left).abs().max() < 1e-4 * mean.norm() * left.norm()
 
 
+def test_powersgd_never_rounds_twice_with_the_same_dice(monkeypatch):
+    """Another key for each worker, each of the two legs, and each of the two roundings of a leg."""
+    from paceline.kernels import key
+    from paceline.reducers import powersgd
+
+    keys = []
+    monkeypatch.setattr(powersgd, "key", lambda *numbers: keys.append(key(*numbers)) or keys[-1])
+
+    def work(comm):
+        b = BUCKETS[3](comm.world_size)
+        reduce(comm, fresh("powersgd", {"wire": "int8"}), b, vector(b, comm.rank))
+
+    threads.run(2, work)
+    assert len(set(keys)) == len(keys) == 2 * 2 * 2
+
+
 def test_randomk_draws_other_places_in_every_step():
     def work(comm):
         b = BUCKETS[3](comm.world_size)

@@ -43,7 +43,7 @@ class Hoarder(Reducer):
         return Reduced(await comm.mean(x / 2))
 
 
-def _scaled_loop(batches, model, opt, take, scaler, spoil=lambda step, x: x):
+def _scaled_loop(batches, model, opt, take, scaler, spoil=lambda step, x: x, *, set_to_none=True):
     scales = []
     for step, (x, y) in enumerate(batches):
         x, y = take(x, y)
@@ -52,7 +52,7 @@ def _scaled_loop(batches, model, opt, take, scaler, spoil=lambda step, x: x):
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         scaler.step(opt)
         scaler.update()
-        opt.zero_grad()
+        opt.zero_grad(set_to_none)
         scales.append(scaler.get_scale())
     return weights(model), scales
 
@@ -166,7 +166,8 @@ def test_unknown_scaler_is_refused_where_it_matters(kind):
         threads.run(2, work)
 
 
-def test_a_step_that_a_scaler_leaves_out_leaves_no_trace_in_a_reducer():
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_step_that_a_scaler_leaves_out_leaves_no_trace_in_a_reducer(set_to_none):
     """Nothing but `zero_grad` tells that it was left out."""
     batches = data(6)
 
@@ -177,7 +178,8 @@ def test_a_step_that_a_scaler_leaves_out_leaves_no_trace_in_a_reducer():
             scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
             take = Rig(comm, model, opt, spec=Method(reducer=Hoarder()), scaler=scaler).take
             spoil = lambda step, x: x * float("inf") if spoiled and step == 3 and comm.rank == 1 else x  # noqa: E731
-            return _scaled_loop(batches if spoiled else batches[:3] + batches[4:], model, opt, take, scaler, spoil)[0]
+            some = batches if spoiled else batches[:3] + batches[4:]
+            return _scaled_loop(some, model, opt, take, scaler, spoil, set_to_none=set_to_none)[0]
 
         return same(threads.run(2, work))
 

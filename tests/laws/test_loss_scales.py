@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 import threads
 from paceline.errors import UsageError
-from rig import Rig, data, mlp, sgd
+from rig import Rig, close, data, mlp, same, sgd, weights
 
 
 def scaler():
@@ -60,6 +62,40 @@ def test_what_a_scaler_does_to_gradients_is_not_compared():
         assert comm.ops - before == len(one.engine.buckets)
 
     threads.run(2, work)
+
+
+@pytest.mark.parametrize("when", ["before", "after", "without"])
+def test_what_the_user_adds_to_gradients_is_averaged(when):
+    """A gradient of each worker's own, before or after `unscale_`, or with the scaler's own in `step`."""
+
+    def loop(model, opt, mine, take):
+        params = list(model.parameters())
+        for x, y in data(4):
+            x, y = take(x, y)
+            mine.scale(cross_entropy(model(x), y)).backward()
+            if when == "after":
+                mine.unscale_(opt)
+            more = model(x).square().mean()
+            for p, g in zip(
+                params, torch.autograd.grad(more if when == "after" else mine.scale(more), params), strict=True
+            ):
+                p.grad += g
+            if when == "before":
+                mine.unscale_(opt)
+            mine.step(opt)
+            mine.update()
+            opt.zero_grad()
+        return weights(model)
+
+    def work(comm):
+        model = mlp()
+        opt, mine = sgd(model), scaler()
+        return loop(model, opt, mine, Rig(comm, model, opt, scaler=mine).take)
+
+    model = mlp()
+    want = loop(model, sgd(model), scaler(), lambda *t: t)
+    with warnings.catch_warnings(action="ignore"):
+        close(same(threads.run(2, work)), want)
 
 
 @pytest.mark.parametrize("spec", ["exact", "priority"])

@@ -210,6 +210,13 @@ def test_buffers_are_agreed_on_before_they_are_used_again():
     equal(make=built(batch_norm))
 
 
+def test_a_first_layer_that_has_buffers_alone():
+    """It waits for no parameter, and where the vote is a ballot for no bucket either."""
+    make = built(lambda: nn.Sequential(nn.BatchNorm1d(6, affine=False), nn.Linear(6, 3)))
+    other = same(trained(3, "half", make=make))
+    assert torch.equal(same(trained(3, "priority+half", make=make)), other)
+
+
 class Odd(nn.Module):
     """Weights used by another module than their own, tied ones, and ones that nobody uses."""
 

@@ -198,6 +198,36 @@ def test_micro_batches_of_a_window(losses):
     equal(batches=data(8), accumulate=2, step=step, tol=0.0 if losses == 1 else 1e-5)
 
 
+def test_a_state_that_is_looked_at_on_the_way():
+    def step(one, x, y):
+        plain(one, x, y)
+        one.optimizer.state_dict()
+
+    equal(step=step)
+
+
+def test_a_parameter_that_is_given_other_memory():
+    """`p.data = ...` between steps; zero3 refuses it."""
+
+    def step(one, x, y):
+        plain(one, x, y)
+        for p in one.model.parameters():
+            p.data = p.data * 0.9
+
+    equal(step=step, stages=["zero1", "zero2"], away=False)
+
+
+def test_a_layer_that_is_frozen_between_backward_and_step():
+    def step(one, x, y):
+        cross_entropy(one.model(x), y).backward()
+        one.model[0].requires_grad_(False)
+        one.optimizer.step()
+        one.model[0].requires_grad_(True)
+        one.optimizer.zero_grad()
+
+    equal(step=step, stages=["zero1", "zero2"], away=False)
+
+
 def test_of_several_backwards_some_gradients_are_thrown_away():
     def step(one, x, y):
         for i in range(3):

@@ -158,5 +158,6 @@ def test_staged_state_becomes_real_on_commit_only():
     state.commit()
     state["a"] = 2
     assert state["a"] == 2
+    assert state.save([]) == {"a": 1}
     state.rollback()
     assert dict(state) == {"a": 1}

@@ -622,7 +622,7 @@ ROWS = [
     Mutant(
         "step hooks run once a bucket",
         "core/overlap.py",
-        "return any(not hook.__module__.startswith(\"paceline\") for hooks in known for hook in hooks.values())",
+        'return any(not hook.__module__.startswith("paceline") for hooks in known for hook in hooks.values())',
         "return False",
         "laws/test_priority.py::test_hooks_of_the_optimizer_run_once_a_step",
     ),
@@ -744,9 +744,23 @@ ROWS = [
     Mutant(
         "what a scaler did is taken for the user's hand",
         "core/loss_scale.py",
-        "        if opt is optimizer:\n            engine.by_hand.note()\n",
-        "",
-        "laws/test_loss_scales.py::test_what_a_scaler_does_to_gradients_is_not_compared",
+        "            unscale(opt)\n            engine.by_hand.note()\n",
+        "            unscale(opt)\n",
+        equivalent="torch's unscale_ leaves the version counters alone, by which a change is seen; it need not for ever",
+    ),
+    Mutant(
+        "what was changed by hand after unscale_ is trusted",
+        "core/loss_scale.py",
+        "        engine.agree_by_hand()\n        engine.asked,",
+        "        engine.asked,",
+        "laws/test_loss_scales.py::test_what_the_user_adds_to_gradients_is_averaged",
+    ),
+    Mutant(
+        "what was changed by hand before unscale_ is trusted",
+        "core/loss_scale.py",
+        "            engine.agree_by_hand()\n            unscale(opt)\n",
+        "            unscale(opt)\n",
+        "laws/test_loss_scales.py::test_what_the_user_adds_to_gradients_is_averaged",
     ),
     Mutant(
         "workers take the largest loss scale",

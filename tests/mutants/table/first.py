@@ -99,7 +99,7 @@ ROWS = [
         "core/shard.py",
         "        self.follow()\n        self.show(None)\n",
         "        self.show(None)\n",
-        "laws/test_zero.py laws/test_zero_loops.py",
+        "laws/test_zero.py::test_a_parameter_that_is_given_other_memory",
     ),
     Mutant(
         "what was zeroed is kept aside",
@@ -127,7 +127,7 @@ ROWS = [
         "core/overlap.py",
         "            for b in engine.buffer_buckets:\n                engine.pipeline.drain_until(b)\n",
         "",
-        "laws/test_priority.py",
+        "laws/test_priority.py::test_a_first_layer_that_has_buffers_alone",
     ),
     Mutant(
         "workers read a stream with other random numbers",
@@ -148,7 +148,7 @@ ROWS = [
         "core/state.py",
         "for key, value in self.real.items():\n            if isinstance(key, tuple) and isinstance(key[0], int)",
         "for key, value in self.items():\n            if isinstance(key, tuple) and isinstance(key[0], int)",
-        "unit/test_method.py laws/test_wrappers.py laws/test_change.py",
+        "unit/test_method.py::test_staged_state_becomes_real_on_commit_only",
     ),
     Mutant(
         "a half-removed folder is taken for a checkpoint",

@@ -80,14 +80,14 @@ ROWS = [
         "reducers/powersgd.py",
         "dice = [key(self.seed, comm.rank, b.index, b.step, leg, rounding) for rounding in (0, 1)]",
         "dice = [key(self.seed, b.index, b.step, leg, rounding) for rounding in (0, 1)]",
-        _LAWS,
+        "laws/test_compression.py::test_powersgd_never_rounds_twice_with_the_same_dice",
     ),
     Mutant(
-        "powersgd's rank may be larger than the matrix",
+        "powersgd's share is of one factor",
         "reducers/powersgd.py",
-        "if self.share else self.rank, n, m))",
-        "if self.share else self.rank, n))",
-        _LAWS,
+        "int(self.share * n * m / (n + m))",
+        "int(self.share * n * m / n)",
+        "laws/test_compression.py::test_powersgd_ranks_by_share",
     ),
     Mutant(
         "half loses what it rounds off",
@@ -220,7 +220,7 @@ ROWS = [
         "reducers/error_feedback.py",
         "        self._before.clear()\n",
         "        pass\n",
-        "laws/test_wrappers.py laws/test_change.py laws/test_compression.py",
+        equivalent="a vector of an old bucket is used again only where it fits, and all of it is written first",
     ),
     Mutant(
         "a schedule has one stage less",

@@ -8,7 +8,7 @@ ROWS = [
         "sharding/zero1.py",
         "stepped = b.active or any(s.param.grad is not None for s in b.slots)",
         "stepped = b.active",
-        "laws/test_zero.py",
+        "laws/test_zero.py::test_a_layer_that_is_frozen_between_backward_and_step",
     ),
     Mutant(
         "zero2 keeps its buckets' memory",
@@ -85,7 +85,7 @@ ROWS = [
         "sharding/sharded.py",
         "            ex.optimizer.state, self._sharded_state = self._sharded_state, None\n",
         "            self._sharded_state = None\n",
-        "laws/test_zero.py",
+        "laws/test_zero.py::test_a_state_that_is_looked_at_on_the_way",
     ),
     Mutant(
         "a master is always what the parameter says",
