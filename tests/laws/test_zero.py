@@ -838,6 +838,23 @@ def test_an_unknown_optimizer_that_is_elementwise_is_taken():
     equal(optimizer=lambda model: Signed(model.parameters()))
 
 
+def test_an_optimizer_sees_no_group_without_parameters():
+    """Which a worker that owns nothing of a group would have, and a user's own optimizer need not expect."""
+    seen = []
+
+    class Looking(torch.optim.SGD):
+        def step(self, closure=None):
+            seen.extend(len(group["params"]) for group in self.param_groups)
+            return super().step(closure)
+
+    def optimizer(model):
+        return Looking([{"params": [p]} for p in model.parameters()], lr=0.1)
+
+    trained(3, "zero1", optimizer=optimizer)
+    assert seen
+    assert all(seen)
+
+
 @stages
 @pytest.mark.parametrize("name", [n for n in [*registry.parts("sync"), "priority"] if n != "every_step"])
 def test_syncs_and_orders_that_need_the_whole_are_refused(stage, name):

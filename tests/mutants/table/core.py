@@ -3,13 +3,13 @@
 from mutants.mutant import Mutant
 
 ROWS = [
-    # ------------------------------------------------------------------------------------------------ engine.py
+    # -------------------------------------------------------------------------------------------------------- engine.py
     Mutant(
         "what was thrown away is not rolled back",
         "core/engine.py",
         "if self.exchanged and self.landed and self._thrown_away():\n            self.rollback()\n",
         "if self.exchanged and self.landed and self._thrown_away():\n",
-        "laws/test_replicas.py",
+        "laws/test_replicas.py::test_what_is_thrown_away_is_not_kept_back",
     ),
     Mutant(
         "the vote is blind to the batch in hand",
@@ -23,14 +23,14 @@ ROWS = [
         "core/engine.py",
         "self.window.number, settings, rate)",
         "self.window.number, 0, 0.0)",
-        "laws/test_replicas.py",
+        "laws/test_replicas.py::test_a_learning_rate_of_ones_own_is_named",
     ),
     Mutant(
         "the padding is not cleared before it leaves",
         "core/engine.py",
         "        b.flat[b.n :].zero_()  # a mean that is not exact may have left something in the padding\n",
         "",
-        "laws/test_composition.py",
+        "laws/test_composition.py::test_the_padding_is_zero_when_it_leaves",
     ),
     Mutant(
         "a window's sum is not brought to scale",
@@ -51,7 +51,7 @@ ROWS = [
         "core/engine.py",
         "            self._weigh_by_hand(s)\n            self.arrive(b, s)\n",
         "            self.arrive(b, s)\n",
-        "laws/test_by_hand.py",
+        "laws/test_by_hand.py::test_shares_of_different_size",
     ),
     Mutant(
         "half a window is shown",
@@ -72,7 +72,7 @@ ROWS = [
         "core/engine.py",
         "        self.vote.gave_up = True\n",
         "        self.vote.gave_up = False\n",
-        "laws/test_raised.py",
+        "laws/test_raised.py::test_on_one_worker_no_worker_makes_the_step",
     ),
     Mutant(
         "a backward given up sends what is there",
@@ -100,14 +100,14 @@ ROWS = [
         "core/engine.py",
         "        self._send(Event.END)\n",
         "",
-        "laws/test_priority.py",
+        "laws/test_priority.py::test_any_optimizer",
     ),
     Mutant(
         "second rounds go in the order of the first",
         "core/engine.py",
         "        self.pipeline.rearrange(self.method.order.urgency)\n",
         "",
-        "laws/test_priority.py",
+        "laws/test_priority.py::test_a_second_round_goes_by_urgency_too",
     ),
     Mutant(
         "a hidden infinity is not shown to the scaler",
@@ -121,7 +121,7 @@ ROWS = [
         "core/engine.py",
         "        for s, g in own:\n            s.param.grad = g\n\n    def _poison",
         "\n    def _poison",
-        "laws/test_priority.py laws/test_by_hand.py",
+        "laws/test_by_hand.py::test_other_methods",
     ),
     Mutant(
         "micro-batches are not counted",
@@ -142,7 +142,7 @@ ROWS = [
         "core/engine.py",
         "        if bad:\n            self.buffers.give_back()\n",
         "",
-        "laws/test_buffers.py",
+        "laws/test_buffers.py::test_a_step_that_does_not_count_leaves_no_trace_in_them",
     ),
     Mutant(
         "a bad step is not rolled back",
@@ -156,14 +156,15 @@ ROWS = [
         "core/engine.py",
         "        self.buffers.keep()\n        return Verdict.COMMIT\n",
         "        return Verdict.COMMIT\n",
-        "laws/test_buffers.py",
+        "laws/test_buffers.py::test_a_step_that_does_not_count_leaves_no_trace_in_them",
     ),
     Mutant(
         "a scaler that leaves out a lone worker's step keeps it from the agreement",
         "core/engine.py",
-        "        if not (self.idle or self.exchanged or self.method.sync.due(self.ex.step)):\n            self._make(lambda: None)",
+        "        if not (self.idle or self.exchanged or self.method.sync.due(self.ex.step)):\n"
+        "            self._make(lambda: None)",
         "        pass",
-        "laws/test_local_sgd.py laws/test_loss_scales.py",
+        "laws/test_local_sgd.py::test_an_agreement_survives_a_step_that_a_scaler_leaves_out",
     ),
     Mutant(
         "gradients that are not exchanged lose what was carried",
@@ -177,7 +178,7 @@ ROWS = [
         "core/engine.py",
         "            self._together(self.ex.after_step, buffers=agrees)\n            self.commit()\n",
         "            self._together(self.ex.after_step, buffers=agrees)\n",
-        "laws/test_local_sgd.py laws/test_gossip.py",
+        "laws/test_local_sgd.py::test_it_goes_as_its_paper_says",
     ),
     Mutant(
         "buffers are not agreed on with the weights",
@@ -198,7 +199,7 @@ ROWS = [
         "core/engine.py",
         "        self.over(made=True)\n        self.window.over()\n        return result\n",
         "        self.over(made=True)\n        return result\n",
-        "laws/test_engine.py",
+        "laws/test_engine.py::test_accumulate_equals_the_large_batch",
     ),
     Mutant(
         "a step that was given up counts",
@@ -212,7 +213,7 @@ ROWS = [
         "core/engine.py",
         "        for b in self.buckets:\n            b.reset()\n        if made:",
         "        if made:",
-        "laws/test_engine.py laws/test_zero.py",
+        "laws/test_engine.py::test_frozen_and_thawed_on_the_way",
     ),
     Mutant(
         "zero_grad acts in the middle of a window",
@@ -247,7 +248,7 @@ ROWS = [
         "core/engine.py",
         "        for hook in self._hooks:\n            hook.remove()\n",
         "",
-        "laws/test_change.py laws/test_buffers.py laws/test_compression.py",
+        "laws/test_change.py::test_a_world_of_three_made_two_made_three_goes_as_one_worker",
     ),
     Mutant(
         "bytes are counted twice",
@@ -256,7 +257,7 @@ ROWS = [
         "",
         "laws/test_engine.py::test_a_plain_step_sends_its_buckets_and_nothing_else",
     ),
-    # ------------------------------------------------------------------------------------------------ bucket.py
+    # -------------------------------------------------------------------------------------------------------- bucket.py
     Mutant(
         "what one window held is added to the next",
         "core/bucket.py",
@@ -276,14 +277,14 @@ ROWS = [
         "core/bucket.py",
         "            if grad is None or grad is s.shown:\n                s.view.zero_()\n",
         "            if grad is None or grad is s.shown:\n                pass\n",
-        "laws/test_engine.py laws/test_zero.py",
+        "laws/test_engine.py::test_unused_parameters_that_differ_per_worker",
     ),
     Mutant(
         "a gradient that was put there is not taken",
         "core/bucket.py",
         "            elif grad is not s.view:\n                s.view.copy_(_dense(s))\n",
         "",
-        "laws/test_by_hand.py laws/test_zero_loops.py",
+        "laws/test_zero_loops.py::test_is_right_where_parameters_are_in_shards",
     ),
     Mutant(
         "what was put aside is added twice",
@@ -304,21 +305,21 @@ ROWS = [
         "core/bucket.py",
         "            s.arrived = s.carried = False\n",
         "            s.carried = False\n",
-        "laws/test_engine.py laws/test_priority.py",
+        "laws/test_engine.py::test_frozen_and_thawed_on_the_way",
     ),
     Mutant(
         "a mean that is shown is not put aside when it is carried",
         "core/bucket.py",
         "on = [s.carried or (s.shown is not None and s.param.grad is s.shown) for s in self.slots]",
         "on = [s.shown is not None and s.param.grad is s.shown for s in self.slots]",
-        "laws/test_zero.py laws/test_zero_loops.py",
+        "laws/test_zero.py::test_several_backwards_to_a_step",
     ),
     Mutant(
         "a bucket has no room for the whisper",
         "core/bucket.py",
         "torch.zeros(-(-(self.n + TAIL) // step) * step,",
         "torch.zeros(-(-self.n // step) * step,",
-        "unit/test_bucket.py laws/test_engine.py",
+        "laws/test_engine.py::test_accumulate_equals_the_large_batch",
     ),
     Mutant(
         "a chunk counts the padding behind it",
@@ -332,16 +333,16 @@ ROWS = [
         "core/bucket.py",
         "            s.param.grad, s.arrived, s.carried = None, False, False\n        self._fresh.clear()\n",
         "            s.arrived, s.carried = False, False\n        self._fresh.clear()\n",
-        "laws/test_raised.py",
+        "laws/test_raised.py::test_on_all_workers",
     ),
     Mutant(
         "a second gradient of one backward counts as another arrival",
         "core/bucket.py",
         "        self._came.add(id(slot))\n",
         "",
-        "laws/test_loops.py::test_activation_checkpointing laws/test_zero_loops.py",
+        "laws/test_zero_loops.py::test_a_layer_in_two_reentrant_checkpoints_is_named",
     ),
-    # ------------------------------------------------------------------------------------------------ window.py
+    # -------------------------------------------------------------------------------------------------------- window.py
     Mutant(
         "a window is one micro-batch longer",
         "core/window.py",
@@ -361,7 +362,7 @@ ROWS = [
         "core/window.py",
         "            self._hand.clear()\n            self._unlike.clear()\n            self._used = False\n",
         "            self._used = False\n",
-        "laws/test_weights.py",
+        "laws/test_weights.py::test_a_loader_beside_it_that_is_not_in_the_same_backward",
     ),
     Mutant(
         "a batch counts with every backward",
@@ -375,21 +376,21 @@ ROWS = [
         "core/window.py",
         "            self._totals.pop()\n",
         "",
-        "laws/test_raised.py",
+        "laws/test_raised.py::test_in_a_window_of_micro_batches_the_others_count",
     ),
     Mutant(
         "micro-batches of different size count alike",
         "core/window.py",
         "return self._totals[0] / sum(self._totals)",
         "return 1.0 / len(self._totals)",
-        "laws/test_engine.py laws/test_loops.py",
+        "laws/test_engine.py::test_hold_equals_the_large_batch_with_unequal_parts",
     ),
     Mutant(
         "a sum is divided by the number of samples",
         "core/window.py",
         "if self._at_scale or not self._totals or self.summed:",
         "if self._at_scale or not self._totals:",
-        "laws/test_weights.py",
+        "laws/test_weights.py::test_a_summed_loss_is_that_of_one_process",
     ),
     Mutant(
         "a further backward of a closed window is not at scale",
@@ -403,64 +404,64 @@ ROWS = [
         "core/window.py",
         "        self._totals.clear()\n        self._first.clear()\n",
         "        self._first.clear()\n",
-        "laws/test_engine.py",
+        "laws/test_engine.py::test_accumulate_equals_the_large_batch",
     ),
     Mutant(
         "a micro-batch is weighed against itself",
         "core/window.py",
         "reference = self._totals[0] if self._totals else self.batch.total",
         "reference = self.batch.total",
-        "laws/test_engine.py",
+        "laws/test_engine.py::test_hold_equals_the_large_batch_with_unequal_parts",
     ),
     Mutant(
         "an empty batch enters a sum",
         "core/window.py",
         "self.scale = self.usual if self.batch.weight else 0.0",
         "self.scale = self.usual",
-        "laws/test_weights.py",
+        "laws/test_weights.py::test_a_summed_loss_is_that_of_one_process",
     ),
     Mutant(
         "an evaluation's batch weighs the next backward",
         "core/window.py",
         "        if trains:\n            self._training.add(loader)\n",
         "        self._training.add(loader)\n",
-        "laws/test_weights.py",
+        "laws/test_weights.py::test_a_loader_beside_it_that_is_not_in_the_same_backward",
     ),
     Mutant(
         "joiners and members count batches differently",
         "core/window.py",
         "        self._handed.clear()\n        self.number = 0\n",
         "        pass\n",
-        "laws/test_change.py",
+        "laws/test_change.py::test_a_world_of_three_made_two_made_three_goes_as_one_worker",
     ),
-    # ------------------------------------------------------------------------------------------------ vote.py
+    # ---------------------------------------------------------------------------------------------------------- vote.py
     Mutant(
         "every whisper is of trouble",
         "core/vote.py",
         "b.tail.copy_(torch.tensor([s, s * s, trouble, backlog]))",
         "b.tail.copy_(torch.tensor([s, s, trouble, backlog]))",
-        "laws/test_engine.py laws/test_wire.py laws/test_verdict.py",
+        "laws/test_engine.py::test_a_plain_step_sends_its_buckets_and_nothing_else",
     ),
     Mutant(
         "a whisper does not compare places",
         "core/vote.py",
         "return bool(trouble == 0.0 and s * s == square)",
         "return bool(trouble == 0.0)",
-        "laws/test_engine.py laws/test_replicas.py",
+        "laws/test_engine.py::test_one_backward_more_on_one_worker_is_named",
     ),
     Mutant(
         "a whisper does not tell of trouble",
         "core/vote.py",
         "return bool(trouble == 0.0 and s * s == square)",
         "return bool(s * s == square)",
-        "laws/test_engine.py",
+        "laws/test_engine.py::test_unused_parameters_that_differ_per_worker",
     ),
     Mutant(
         "a whisper hides absent gradients",
         "core/vote.py",
         "return absent or self.gave_up or not",
         "return self.gave_up or not",
-        "laws/test_engine.py",
+        "laws/test_engine.py::test_unused_parameters_that_differ_per_worker",
     ),
     Mutant(
         "a whisper hides a backward that was given up",
@@ -474,28 +475,28 @@ ROWS = [
         "core/vote.py",
         "return absent or self.gave_up or not all(math.isfinite(x) for x in self._extremes)",
         "return absent or self.gave_up",
-        "laws/test_engine.py",
+        "laws/test_engine.py::test_a_nan_on_one_worker_skips_the_step_on_all_and_names_it",
     ),
     Mutant(
         "what is not finite enters a queue",
         "core/vote.py",
         "            b.flat.nan_to_num_(0.0, 0.0, 0.0)\n",
         "            pass\n",
-        "laws/test_delayed.py",
+        "laws/test_delayed.py::test_what_is_not_finite_gets_into_nobodys_memory",
     ),
     Mutant(
         "a delayed mean goes by today's ballot",
         "core/vote.py",
         "return self._ballots.get(self._at.step - self.late)",
         "return self._ballots.get(self._at.step)",
-        "laws/test_delayed.py",
+        "laws/test_delayed.py::test_a_mean_that_is_not_finite_is_not_applied",
     ),
     Mutant(
         "a NaN is held against the next step",
         "core/vote.py",
         "        self._extremes.clear()\n",
         "",
-        "laws/test_engine.py",
+        "laws/test_engine.py::test_a_nan_on_one_worker_skips_the_step_on_all_and_names_it",
     ),
     Mutant(
         "the whisper of the last step is read again",
@@ -516,14 +517,14 @@ ROWS = [
         "core/vote.py",
         "usual = max(places, key=places.count)",
         "usual = places[0]",
-        "laws/test_engine.py laws/test_replicas.py laws/test_raised.py",
+        "laws/test_engine.py::test_gradients_thrown_away_by_one_worker_alone_are_named",
     ),
     Mutant(
         "a parameter counts as used when two workers used it",
         "core/vote.py",
         "[[next(counts) > 0 for _ in bucket]",
         "[[next(counts) > 1 for _ in bucket]",
-        "laws/test_engine.py",
+        "laws/test_engine.py::test_unused_parameters_that_differ_per_worker",
     ),
     Mutant(
         "the backlog is the sum over the workers",
@@ -537,15 +538,15 @@ ROWS = [
         "core/vote.py",
         "votes[comm.rank] = all_finite.logical_not() * NOT_FINITE",
         "votes[0] = all_finite.logical_not() * NOT_FINITE",
-        "laws/test_engine.py",
+        "laws/test_engine.py::test_a_nan_on_one_worker_skips_the_step_on_all_and_names_it",
     ),
-    # ------------------------------------------------------------------------------------------------ pipeline.py
+    # ------------------------------------------------------------------------------------------------------ pipeline.py
     Mutant(
         "the last coroutine is not waited for",
         "core/pipeline.py",
         "while len(self._flights) > left:",
         "while len(self._flights) > left + 1:",
-        "laws/test_engine.py",
+        "laws/test_engine.py::test_n_workers_equal_one",
     ),
     Mutant(
         "buffers wait behind gradients",
@@ -554,19 +555,25 @@ ROWS = [
         "key=lambda flight: (flight.size == 0, urgency(flight.subject) if flight.size else 0)",
         "laws/test_priority.py::test_buffers_do_not_wait_behind_gradients",
     ),
-    # ------------------------------------------------------------------------------------------------ exchange.py
+    # ------------------------------------------------------------------------------------------------------ exchange.py
     Mutant(
         "what was carried is not added",
         "core/exchange.py",
         "        if carried is not None:\n            g.add_(carried[: b.n])\n",
         "",
-        "laws/test_change.py",
+        "laws/test_change.py::test_what_a_method_kept_back_goes_into_the_next_ones_gradients",
     ),
     Mutant(
         "what was carried is added in units of the loss scale",
         "core/exchange.py",
-        "        if scale is not None:\n            g.div_(scale)\n        if carried is not None:\n            g.add_(carried[: b.n])\n",
-        "        if carried is not None:\n            g.add_(carried[: b.n])\n        if scale is not None:\n            g.div_(scale)\n",
+        "        if scale is not None:\n"
+        "            g.div_(scale)\n"
+        "        if carried is not None:\n"
+        "            g.add_(carried[: b.n])\n",
+        "        if carried is not None:\n"
+        "            g.add_(carried[: b.n])\n"
+        "        if scale is not None:\n"
+        "            g.div_(scale)\n",
         "laws/test_change.py::test_what_a_method_kept_back_goes_into_the_next_ones_gradients",
     ),
     Mutant(
@@ -574,36 +581,36 @@ ROWS = [
         "core/exchange.py",
         "        if scale is not None:\n            b.kept[: b.n].mul_(scale)\n",
         "",
-        "laws/test_loops.py laws/test_loss_scales.py",
+        "laws/test_loops.py::test_what_is_kept_back_follows_the_loss_scale",
     ),
     Mutant(
         "leftovers are kept in units of the loss scale",
         "core/exchange.py",
         "scale = self.loss_scale() if self.keeps or carried is not None else None",
         "scale = self.loss_scale() if carried is not None else None",
-        "laws/test_loops.py",
+        "laws/test_loops.py::test_what_is_kept_back_follows_the_loss_scale",
     ),
     Mutant(
         "what was put aside is not added",
         "core/exchange.py",
         "        b.add_aside()\n",
         "",
-        "laws/test_zero.py",
+        "laws/test_zero.py::test_micro_batches_of_a_window",
     ),
-    # ------------------------------------------------------------------------------------------------ overlap.py
+    # ------------------------------------------------------------------------------------------------------- overlap.py
     Mutant(
         "an update changes the user's gradients",
         "core/overlap.py",
         "                if s.arrived or zeroed or g is not None:\n                    s.param.grad = g\n",
         "                pass\n",
-        "laws/test_priority.py",
+        "laws/test_priority.py::test_any_optimizer",
     ),
     Mutant(
         "an update goes by a later learning rate",
         "core/overlap.py",
         "self._groups = [dict(group) for group in self.engine.optimizer.param_groups]",
         "self._groups = list(self.engine.optimizer.param_groups)",
-        "laws/test_priority.py",
+        "laws/test_priority.py::test_a_learning_rate_that_changes_before_the_update_is_made",
     ),
     Mutant(
         "a step that does not count does not wait for its bytes",
@@ -652,22 +659,22 @@ ROWS = [
         "core/overlap.py",
         "                self._refuse_stale(param)\n        self.land()\n        self.barrier()\n",
         "                self._refuse_stale(param)\n        self.barrier()\n",
-        "laws/test_priority.py",
+        "laws/test_priority.py::test_random_models_never_block",
     ),
-    # ------------------------------------------------------------------------------------------------ by_hand.py
+    # ------------------------------------------------------------------------------------------------------- by_hand.py
     Mutant(
         "a gradient changed in place is not seen",
         "core/by_hand.py",
         "and (g is not s.known or g._version != s.known_version)",
         "and g is not s.known",
-        "laws/test_by_hand.py",
+        "laws/test_by_hand.py::test_exact",
     ),
     Mutant(
         "gradients changed by hand are not weighed by samples",
         "core/by_hand.py",
         "engine.comm.mean(real.contiguous().mul_(scale)).wait()",
         "engine.comm.mean(real.contiguous()).wait()",
-        "laws/test_by_hand.py",
+        "laws/test_by_hand.py::test_shares_of_different_size",
     ),
     Mutant(
         "a gradient that one worker has taken away is not seen",
@@ -688,22 +695,22 @@ ROWS = [
         "core/by_hand.py",
         "        elif new := self.changed():\n            self._take_up(new)\n        return True\n",
         "        return True\n",
-        "laws/test_by_hand.py",
+        "laws/test_by_hand.py::test_exact",
     ),
-    # ------------------------------------------------------------------------------------------------ buffers.py
+    # ------------------------------------------------------------------------------------------------------- buffers.py
     Mutant(
         "buffers are not given back",
         "core/buffers.py",
         "                x.data.copy_(kept)\n",
         "                pass\n",
-        "laws/test_buffers.py",
+        "laws/test_buffers.py::test_a_step_that_does_not_count_leaves_no_trace_in_them",
     ),
     Mutant(
         "BatchNorm's averages change unseen",
         "core/buffers.py",
         "if place[1:] in self._unversioned or seen is None or",
         "if seen is None or",
-        "laws/test_buffers.py",
+        "laws/test_buffers.py::test_a_step_that_does_not_count_leaves_no_trace_in_them",
     ),
     Mutant(
         "the device gives back the wrong averages",
@@ -712,41 +719,42 @@ ROWS = [
         "torch.where(bad, b.flat, agreed)",
         "laws/test_verdict.py::test_the_averages_of_a_step_skipped_on_the_device_go_back",
     ),
+    # -------------------------------------------------------------------------------------------------------- engine.py
     Mutant(
         "buffers are not followed when a model is cast",
         "core/engine.py",
         "            self.buffers.follow()\n",
         "            pass\n",
-        "laws/test_buffers.py",
+        "laws/test_buffers.py::test_they_are_followed_when_the_model_is_cast",
     ),
-    # ------------------------------------------------------------------------------------------------ loss_scale.py
+    # ---------------------------------------------------------------------------------------------------- loss_scale.py
     Mutant(
         "a scaler steps in the middle of a window",
         "core/loss_scale.py",
         "        if not engine.window.closing:\n            return opt.step()\n",
         "",
-        "laws/test_loops.py",
+        "laws/test_loops.py::test_grad_scaler_in_a_window",
     ),
     Mutant(
         "a step that a scaler leaves out is nobody's",
         "core/loss_scale.py",
         "            engine.left_out()\n",
         "            pass\n",
-        "laws/test_local_sgd.py laws/test_loss_scales.py laws/test_loops.py",
+        "laws/test_local_sgd.py::test_an_agreement_survives_a_step_that_a_scaler_leaves_out",
     ),
     Mutant(
         "a scaler has stepped if it ever did",
         "core/loss_scale.py",
         "engine.asked, engine.by_hand.trusts = False, True",
         "engine.by_hand.trusts = True",
-        "laws/test_local_sgd.py laws/test_loss_scales.py laws/test_loops.py",
+        "laws/test_local_sgd.py::test_an_agreement_survives_a_step_that_a_scaler_leaves_out",
     ),
     Mutant(
         "what a scaler did is taken for the user's hand",
         "core/loss_scale.py",
         "            unscale(opt)\n            engine.by_hand.note()\n",
         "            unscale(opt)\n",
-        equivalent="torch's unscale_ leaves the version counters alone, by which a change is seen; it need not for ever",
+        equivalent="torch's unscale_ leaves the version counters alone, by which changes are seen; others may not",
     ),
     Mutant(
         "what was changed by hand after unscale_ is trusted",
@@ -767,16 +775,16 @@ ROWS = [
         "core/loss_scale.py",
         "engine.comm.all_gather(own).wait().amin(0)",
         "engine.comm.all_gather(own).wait().amax(0)",
-        "laws/test_loss_scales.py",
+        "laws/test_loss_scales.py::test_scales_are_agreed_on_where_weights_are",
     ),
     Mutant(
         "a scaler may be unknown where workers train alone",
         "core/loss_scale.py",
         'return "this method" if engine.ex.keeps or alone else ""',
         'return "this method" if engine.ex.keeps else ""',
-        "laws/test_loss_scales.py laws/test_loops.py",
+        "laws/test_loss_scales.py::test_one_that_was_not_handed_over_is_refused",
     ),
-    # ------------------------------------------------------------------------------------------------ hooks.py and guard.py
+    # --------------------------------------------------------------------------------------------------------- hooks.py
     Mutant(
         "a backward does not end the batches in hand",
         "core/hooks.py",
@@ -791,6 +799,7 @@ ROWS = [
         "        engine.refresh()\n",
         "laws/test_raised.py::test_it_is_said",
     ),
+    # --------------------------------------------------------------------------------------------------------- guard.py
     Mutant(
         "patience is one step longer",
         "core/guard.py",
@@ -798,13 +807,13 @@ ROWS = [
         "self.in_a_row > PATIENCE",
         "laws/test_engine.py::test_guard_raise_and_patience",
     ),
-    # ------------------------------------------------------------------------------------------------ what is remembered
+    # --------------------------------------------------------------------------------------------------------- state.py
     Mutant(
         "a rollback forgets nothing",
         "core/state.py",
         "    def rollback(self) -> None:\n        self.staged.clear()\n",
         "    def rollback(self) -> None:\n        pass\n",
-        "unit/test_method.py laws/test_loops.py",
+        "unit/test_method.py::test_staged_state_becomes_real_on_commit_only",
     ),
     Mutant(
         "a load leaves what was staged",
@@ -818,29 +827,31 @@ ROWS = [
         "core/state.py",
         "whole[slot.start : slot.stop] = value",
         "whole[slot.start + 1 : slot.stop + 1] = value",
-        "laws/test_wrappers.py",
+        "laws/test_wrappers.py::test_resize_3_2_3",
     ),
+    # --------------------------------------------------------------------------------------------------------- carry.py
     Mutant(
         "a step that does not count spends what was carried",
         "core/carry.py",
         'will be added again."""\n        self._spent.clear()\n',
         'will be added again."""\n',
-        "laws/test_change.py",
+        "laws/test_change.py::test_what_was_kept_back_survives_a_step_that_does_not_count",
     ),
     Mutant(
         "what was carried is added in every step",
         "core/carry.py",
         "        for index in self._spent:\n            del self.state[index, _SLOT]\n",
         "",
-        "laws/test_change.py",
+        "laws/test_change.py::test_what_a_method_kept_back_goes_into_the_next_ones_gradients",
     ),
     Mutant(
         "what was carried is added with every backward",
         "core/carry.py",
         "        self._spent.add(b.index)\n",
         "",
-        "laws/test_change.py",
+        "laws/test_change.py::test_what_a_method_kept_back_goes_into_the_next_ones_gradients",
     ),
+    # -------------------------------------------------------------------------------------------------------- change.py
     Mutant(
         "a second change loses what the first had carried",
         "core/change.py",
@@ -853,8 +864,9 @@ ROWS = [
         "core/change.py",
         "        transfer.average_optimizer(engine)\n",
         "",
-        "laws/test_change.py",
+        "laws/test_change.py::test_methods_change_between_steps",
     ),
+    # ------------------------------------------------------------------------------------------------------ transfer.py
     Mutant(
         "a joiner keeps an optimizer's state of its own",
         "core/transfer.py",
@@ -869,13 +881,15 @@ ROWS = [
         "tensors = [*params]",
         "laws/test_change.py::test_a_joiner_has_what_the_members_have",
     ),
+    # ----------------------------------------------------------------------------------------------------- consensus.py
     Mutant(
         "after an evaluation all have the centre",
         "core/consensus.py",
         "            for b, x in zip(buckets, own, strict=True):\n                b.write(x)\n",
         "            pass\n",
-        "laws/test_syncs.py laws/test_local_sgd.py",
+        "laws/test_syncs.py::test_inside_agreed_all_workers_have_the_same_weights_and_after_it_their_own",
     ),
+    # ------------------------------------------------------------------------------------------------------ replicas.py
     Mutant(
         "whoever differs from worker 0 has the wrong weights",
         "core/replicas.py",
@@ -883,39 +897,42 @@ ROWS = [
         "everyones[0]",
         "laws/test_replicas.py::test_weights_that_one_worker_alone_has_written_are_named",
     ),
+    # ------------------------------------------------------------------------------------------------------- engines.py
     Mutant(
         "a backward that raised leaves its gradients to the next",
         "core/engines.py",
         "                engine.drop_gradients()\n",
         "                pass\n",
-        "laws/test_raised.py",
+        "laws/test_raised.py::test_on_all_workers",
     ),
+    # ------------------------------------------------------------------------------------------------------- cutting.py
     Mutant(
         "buckets are numbered by kind",
         "core/cutting.py",
         "    closed.sort(key=lambda group: -place[group[-1][0]])  # as they fill, which several kinds do not in turn\n",
         "",
-        "laws/test_wrappers.py unit/test_bucket.py",
+        "laws/test_wrappers.py::test_kinds_never_share_a_bucket_and_are_numbered_as_they_fill",
     ),
     Mutant(
         "the first bucket is as large as all",
         "core/cutting.py",
         "cap = cap_bytes if closed or first_bytes is None else first_bytes",
         "cap = cap_bytes",
-        "unit/test_bucket.py",
+        "unit/test_bucket.py::test_reverse_order_and_a_small_first_bucket",
     ),
+    # ------------------------------------------------------------------------------------------------ device_verdict.py
     Mutant(
         "a step skipped on the device counts",
         "core/device_verdict.py",
         "        if not alone:\n            engine.ex.step = step\n",
         "",
-        "laws/test_verdict.py",
+        "laws/test_verdict.py::test_a_step_skipped_on_the_device_leaves_no_trace",
     ),
     Mutant(
         "a step skipped on the device keeps its averages",
         "core/device_verdict.py",
         "                engine.buffers.give_back_where(bad)\n",
         "                pass\n",
-        "laws/test_verdict.py",
+        "laws/test_verdict.py::test_the_averages_of_a_step_skipped_on_the_device_go_back",
     ),
 ]

@@ -43,7 +43,7 @@ ROWS = [
         "core/pipeline.py",
         "flight = self._flights.popleft()\n        self.start(",
         "flight = self._flights.pop()\n        self.start(",
-        "laws/test_engine.py laws/test_priority.py laws/test_compression.py",
+        "laws/test_priority.py::test_a_second_round_goes_by_urgency_too",
     ),
     Mutant(
         "patience is not reset",
@@ -85,7 +85,7 @@ ROWS = [
         "reducers/half.py",
         "LARGEST = 2.0**15",
         "LARGEST = 2.0**16",
-        "laws/test_reducers.py laws/test_compression.py",
+        "laws/test_reducers.py::test_same_program",
     ),
     Mutant(
         "any fall of the learning rate is a drop",
@@ -106,21 +106,21 @@ ROWS = [
         "core/bucket.py",
         "self.aside[max(s.start - self.own.start, 0) : max(s.stop - self.own.start, 0)] = 0.0",
         "pass",
-        "laws/test_zero_loops.py laws/test_zero.py",
+        "laws/test_zero_loops.py::test_is_right_where_parameters_are_in_shards",
     ),
     Mutant(
         "step hooks run once a turn",
         "sharding/turns.py",
         "hooks[0] if before else OrderedDict()",
         "hooks[0]",
-        "laws/test_zero.py laws/test_offload.py",
+        "laws/test_offload.py::test_bucket_by_bucket_is_all_at_once",
     ),
     Mutant(
         "zero1's masters are not published",
         "sharding/zero1.py",
         "return self.masters[b.index].to(b.flat.dtype)",
         "return b.weights()[b.own].to(b.flat.dtype)",
-        "laws/test_zero.py",
+        "laws/test_zero.py::test_16_bit_parameters_have_a_master_in_fp32",
     ),
     Mutant(
         "crossing does not wait for buffers",
@@ -141,7 +141,7 @@ ROWS = [
         "core/state.py",
         "(total / (world_size if whole else len(values)))",
         "(total / len(values))",
-        "laws/test_wrappers.py laws/test_change.py",
+        "laws/test_wrappers.py::test_a_worker_without_a_vector_counts_as_zero",
     ),
     Mutant(
         "what is staged is saved",
@@ -155,6 +155,6 @@ ROWS = [
         "checkpoint/drafts.py",
         "path = path.rename(_named(path.parent, run, step))",
         "path.lstat()",
-        "unit/test_checkpoint_folders.py",
+        "unit/test_checkpoint_folders.py::test_a_kill_at_any_instant_of_removing",
     ),
 ]

@@ -272,7 +272,10 @@ ROWS = [
     Mutant(
         "what nobody used gets a gradient of zero",
         "syncs/_message.py",
-        "            if not anywhere:\n                s.param.grad = None\n            else:\n                mean = view.to(s.param)\n"
+        "            if not anywhere:\n"
+        "                s.param.grad = None\n"
+        "            else:\n"
+        "                mean = view.to(s.param)\n"
         "                s.param.grad = mean.to_sparse(1) if s.sparse else mean\n",
         "            mean = view.to(s.param)\n            s.param.grad = mean.to_sparse(1) if s.sparse else mean\n",
         "laws/test_backup_workers.py",
