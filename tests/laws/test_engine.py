@@ -257,17 +257,20 @@ def test_unused_parameters_that_differ_per_worker(world_size):
     close(same(results), weights(model))
 
 
+def two_optimizers(comm, x, y, **rig):
+    """Two models, each with an optimizer of its own, and this worker's share of a batch for both."""
+    model, engines = nn.ModuleList([mlp(0), mlp(1)]), Engines()
+    opts = [sgd(one) for one in model]
+    lanes = [type(comm)(comm.room, comm.rank, f"o{i}") for i in range(2)]
+    rigs = [Rig(lanes[i], model[i], opts[i], engines=engines, **rig) for i in range(2)]
+    return model, opts, [one.take(x, y) for one in rigs][0]
+
+
 def test_a_worker_whose_loss_touches_nothing_of_an_optimizer_joins_at_step():
     x, y = data(1, size=8)[0]
 
     def work(comm):
-        model = nn.ModuleList([mlp(0), mlp(1)])
-        opts = [sgd(model[0]), sgd(model[1])]
-        engines = Engines()
-        lanes = [type(comm)(comm.room, comm.rank, f"o{i}") for i in range(2)]
-        rigs = [Rig(lanes[i], model[i], opts[i], engines=engines) for i in range(2)]
-        for r in rigs:
-            mine = r.take(x, y)
+        model, opts, mine = two_optimizers(comm, x, y)
         used = model[0](mine[0]) if comm.rank == 0 else model[0](mine[0]) + model[1](mine[0])
         cross_entropy(used, mine[1]).backward()
         for opt in opts:
@@ -283,13 +286,7 @@ def test_all_bytes_of_a_backward_leave_before_any_is_waited_for():
     x, y = data(1, size=8)[0]
 
     def work(comm):
-        model = nn.ModuleList([mlp(0), mlp(1)])
-        opts = [sgd(model[0]), sgd(model[1])]
-        engines = Engines()
-        lanes = [type(comm)(comm.room, comm.rank, f"o{i}") for i in range(2)]
-        rigs = [Rig(lanes[i], model[i], opts[i], engines=engines, spec="half") for i in range(2)]
-        for r in rigs:
-            mine = r.take(x, y)
+        model, opts, mine = two_optimizers(comm, x, y, spec="half")
         out = model[1](mine[0]) if comm.rank == 0 else model[0](mine[0]) + model[1](mine[0])
         cross_entropy(out, mine[1]).backward()
         for opt in opts:

@@ -93,7 +93,7 @@ ROWS = [
         "core/engine.py",
         "        self.exchanged = True\n        self.rollback()\n        self.window.over()\n",
         "        self.exchanged = True\n        self.rollback()\n",
-        "laws/test_raised.py::test_in_the_last_micro_batch_the_window_is_given_up",
+        "laws/test_raised.py::test_in_a_window_of_micro_batches",
     ),
     Mutant(
         "the order does not hear of the end of backward",
@@ -376,7 +376,7 @@ ROWS = [
         "core/window.py",
         "            self._totals.pop()\n",
         "",
-        "laws/test_raised.py::test_in_a_window_of_micro_batches_the_others_count",
+        "laws/test_raised.py::test_in_a_window_of_micro_batches",
     ),
     Mutant(
         "micro-batches of different size count alike",
