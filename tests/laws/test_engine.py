@@ -263,7 +263,8 @@ def two_optimizers(comm, x, y, **rig):
     opts = [sgd(one) for one in model]
     lanes = [type(comm)(comm.room, comm.rank, f"o{i}") for i in range(2)]
     rigs = [Rig(lanes[i], model[i], opts[i], engines=engines, **rig) for i in range(2)]
-    return model, opts, [one.take(x, y) for one in rigs][0]
+    mine, _ = (one.take(x, y) for one in rigs)
+    return model, opts, mine
 
 
 def test_a_worker_whose_loss_touches_nothing_of_an_optimizer_joins_at_step():
