@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SETUP := $(VENV)/.done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-loops test-gpu lint format bench bench-wire bench-accuracy data clean
+.PHONY: help setup demo test test-slow test-loops test-mutants test-gpu lint format bench bench-wire bench-accuracy data clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -30,6 +30,9 @@ test-slow: $(SETUP)  ## the long ones
 
 test-loops: $(SETUP)  ## loops that users write, under every method, beside one plain process
 	$(BIN)/python tests/loops --report --jobs 2
+
+test-mutants: $(SETUP)  ## small faults in the sources, one at a time: does a test notice each?
+	$(BIN)/python tests/mutants --jobs 2 --out bench/results/mutants.json
 
 test-gpu: $(SETUP)  ## the ones that need a CUDA device
 	$(BIN)/python -m pytest -m gpu

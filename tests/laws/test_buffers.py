@@ -80,6 +80,42 @@ def test_a_step_that_does_not_count_leaves_no_trace_in_them(spec):
         close(same(spoiled), same(threads.run(3, leave_out)))
 
 
+def test_a_backward_that_raises_leaves_no_trace_in_them():
+    def work(comm):
+        model = normed()
+        opt = sgd(model)
+        one = Rig(comm, model, opt)
+        x, y = one.take(*data(1)[0])
+        before = [b.clone() for b in model.buffers()]
+        handle = model.norm.weight.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cross_entropy(model(x), y).backward()
+        handle.remove()
+        opt.zero_grad()
+        assert all(torch.equal(a, b) for a, b in zip(model.buffers(), before, strict=True))
+
+    with warnings.catch_warnings(action="ignore"):
+        threads.run(2, work)
+
+
+def test_after_an_agreement_a_bad_batch_gives_back_what_was_agreed():
+    def work(comm):
+        model = normed()
+        opt = sgd(model)
+        one = Rig(comm, model, opt, spec="local_sgd", knobs={"every": 2})
+        for step, (x, y) in enumerate(data(3)):
+            x, y = one.take(x, y)
+            agreed = model.norm.running_mean.clone()
+            cross_entropy(model(x * float("nan") if step == 2 else x), y).backward()
+            opt.step()
+            opt.zero_grad()
+        assert torch.equal(model.norm.running_mean, agreed)
+        return agreed
+
+    with warnings.catch_warnings(action="ignore"):
+        same(threads.run(2, work))
+
+
 @pytest.mark.parametrize("spec", ["exact", "priority", "zero2"])
 def test_two_forwards_before_the_first_backward(spec):
     """Autograd has saved the running averages of the second when the first backward agrees on them."""

@@ -115,7 +115,7 @@ def test_exact(way, clip):
     compare(way, clip)
 
 
-@pytest.mark.parametrize("way", [assign, assign_some, add])
+@pytest.mark.parametrize("way", [assign, assign_some, assign_some_before, add])
 def test_shares_of_different_size(way):
     compare(way, clip_norm, world_size=3, size=11)
 
@@ -159,6 +159,56 @@ def test_windows_of_micro_batches(accumulate):
     model = mlp()
     with warnings.catch_warnings(action="ignore"):
         close(same(threads.run(2, work)), loop(model, sgd(model), lambda *t: t, accumulate))
+
+
+def test_what_is_added_to_the_sum_of_a_window():
+    def loop(model, opt, take, divide):
+        params = list(model.parameters())
+        for i, (x, y) in enumerate(data(6)):
+            x, y = take(x, y)
+            (cross_entropy(model(x), y) / divide).backward()
+            if i % 2:
+                for p, g in zip(params, torch.autograd.grad(model(x).square().mean(), params), strict=True):
+                    p.grad += g
+            if divide == 1 or i % 2:
+                opt.step()
+                opt.zero_grad()
+        return weights(model)
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        return loop(model, opt, Rig(comm, model, opt, accumulate=2).take, 1)
+
+    model = mlp()
+    with warnings.catch_warnings(action="ignore"):
+        close(same(threads.run(2, work)), loop(model, sgd(model), lambda *t: t, 2))
+
+
+def test_a_gradient_that_one_worker_takes_away_counts_as_zero():
+    """Where others are changed too, so that the workers compare what they have."""
+
+    def loop(model, opt, take, rank):
+        for x, y in data(3):
+            x, y = take(x, y)
+            cross_entropy(model(x), y).backward()
+            model[4].weight.grad.mul_(2.0)
+            if rank == 1:
+                model[0].weight.grad = None
+            elif rank is None:
+                model[0].weight.grad.mul_(0.5)
+            opt.step()
+            opt.zero_grad()
+        return weights(model)
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        return loop(model, opt, Rig(comm, model, opt).take, comm.rank)
+
+    model = mlp()
+    with warnings.catch_warnings(action="ignore"):
+        close(same(threads.run(2, work)), loop(model, sgd(model), lambda *t: t, None))
 
 
 def test_fingerprints_tell_bits_apart():

@@ -18,7 +18,7 @@ from paceline.core.facts import Fact
 from paceline.core.parts import Speed
 from paceline.errors import MethodError, UsageError
 from paceline.method import method
-from rig import Rig, adamw, close, data, loop, mlp, same, sgd, weights
+from rig import Rig, adamw, built, close, data, loop, mlp, same, sgd, weights
 
 SYNCHRONOUS = [
     name for axis in ("reducer", "sync", "layout", "order", "balance") for name, cls in registry.parts(axis).items()
@@ -29,9 +29,9 @@ SYNCHRONOUS = [
 class Worker:
     """A thread-worker whose group can be made anew: every epoch has a room of its own."""
 
-    def __init__(self, rooms, rank, spec="exact", make=sgd, knobs=None, **settings):
+    def __init__(self, rooms, rank, spec="exact", make=sgd, knobs=None, build=mlp, **settings):
         self.rooms, self.number = rooms, rank
-        self.model = mlp()
+        self.model = build()
         self.optimizer = make(self.model)
         self.comm = ThreadComm(rooms[0], rank)
         self.rig = Rig(
@@ -107,6 +107,25 @@ def three_two_three(spec, make=sgd, knobs=None, **settings):
         )
 
     return run(rooms, work)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_joiner_has_what_the_members_have(steps):
+    """Weights, buffers and the optimizer's state, none where they have none; whatever it had done alone."""
+    rooms = [Room(3), Room(2), Room(3)]
+    build = built(lambda: torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3)))
+
+    def work(rank):
+        one = Worker(rooms, rank, make=adamw, build=build)
+        one.engine.regroup(one.group(1, rank) if rank < 2 else Group.single())
+        one.train(data(steps if rank < 2 else 2, seed=rank // 2))
+        one.engine.regroup(one.group(2, rank, joined=(2,)))
+        one.engine.buffers.give_back()  # as after a step that does not count
+        known = [one.optimizer.state.get(p, {}) for p in one.model.parameters()]
+        moments = [x.flatten() for state in known for x in state.values()]
+        return torch.cat([x.flatten() for x in one.model.state_dict().values()] + moments)
+
+    same(run(rooms, work))
 
 
 def single(make=sgd, batches=None):
@@ -188,27 +207,43 @@ def test_methods_change_between_steps(world_size):
     close(same(first), loop(data(3, seed=0), model, sgd(model)))
 
 
-def gone_by(comm, gradients, change_at):
-    """Where plain SGD at rate 1 ends: by topk until `change_at`, by exact from there."""
-    model = torch.nn.Module()
-    model.p = p = torch.nn.Parameter(torch.zeros(300))
-    optimizer = torch.optim.SGD([p], lr=1.0)
-    engine = Rig(comm, model, optimizer, spec="topk", knobs={"ratio": 0.05}).engine
+def gone_by(comm, gradients, change_at, to=(("exact", {}),), then=lambda engine: None, scale=1.0):
+    """Where plain SGD at rate 1 ends: by topk until `change_at`, by other methods from there. then: what is done after
+    the change. scale: of the loss, by a GradScaler.
+    """
+    model = torch.nn.ParameterList([torch.zeros(100) for _ in range(3)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale != 1.0)
+    engine = Rig(comm, model, optimizer, spec="topk", knobs={"ratio": 0.05}, scaler=scaler).engine
     for t, g in enumerate(gradients):
         if t == change_at:
-            engine.change(method("exact"))
-        (p * g[comm.rank]).sum().backward()
-        optimizer.step()
+            for spec, knobs in to:
+                engine.change(method(spec, **knobs))
+            then(engine)
+        scaler.scale((torch.cat([*model]) * g[comm.rank]).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
-    return -p.detach()
+    return -weights(model)
 
 
 GRADIENTS = [torch.randn(2, 300, generator=torch.Generator().manual_seed(t)) for t in range(4)]
 
 
-def test_what_a_method_kept_back_goes_into_the_next_ones_gradients():
+EXACT, LOCAL, TOPK = ("exact", {}), ("local_sgd", {"every": 1}), ("topk", {"ratio": 0.05})
+CHANGES = {
+    "exact": {},
+    "local_sgd": {"to": [LOCAL]},
+    "twice": {"to": [TOPK, EXACT]},
+    "and other buckets": {"then": lambda engine: engine.recut(1 << 20)},
+    "under a loss scale": {"scale": 256.0},
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_what_a_method_kept_back_goes_into_the_next_ones_gradients(how):
     """Conservation over a change: in the end everything has been applied."""
-    got = same(threads.run(2, lambda comm: gone_by(comm, GRADIENTS, 2)))
+    got = same(threads.run(2, lambda comm: gone_by(comm, GRADIENTS, 2, **CHANGES[how])))
     torch.testing.assert_close(got, sum(g.mean(0) for g in GRADIENTS), rtol=0, atol=1e-5)
 
 

@@ -13,11 +13,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import threads
-from laws_table import brisk
+from laws_table import WORLDS, brisk
 from paceline import registry
 from paceline.checkpoint import folders
 from paceline.checkpoint import load as loading
 from paceline.checkpoint import save as saving
+from paceline.checkpoint.holdings import Holding, share_out
 from paceline.checkpoint.reader import Checkpoint, PlainFile, whole
 from paceline.comm.threads import ThreadComm
 from paceline.core import consensus
@@ -286,6 +287,17 @@ def test_into_a_plain_model(tmp_path, layout):
     assert torch.equal(torch.cat([v.flatten() for v in model.state_dict().values()]), straight[0])
     assert opt.state[model[0].weight]["step"] == 4
     assert opt.state[model[0].weight]["exp_avg"].shape == (16, 6)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_what_all_hold_is_shared_out_whole(world_size):
+    held = [
+        Holding.whole("a", torch.arange(7.0), shared=True),
+        Holding.whole("b", torch.arange(5).short(), shared=True),
+    ]
+    for one in held:
+        parts = [h for rank in range(world_size) for h in share_out(held, rank, world_size) if h.key == one.key]
+        assert torch.equal(torch.cat([h.get() for h in parts]), one.get())
 
 
 @layouts

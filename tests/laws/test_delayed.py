@@ -189,6 +189,25 @@ def test_a_loss_scale_that_changes_changes_nothing(correction):
     close(same(threads.run(2, work)), same(train(2, data(STEPS), spec=spec)), 1e-6)
 
 
+def test_an_overflow_under_a_loss_scaler_costs_one_attempt():
+    """The scaler leaves out the step that the spoilt mean comes to; the next attempt is of that step, and makes it."""
+
+    def work(comm):
+        model = mlp()
+        opt, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        rig = Rig(comm, model, opt, spec=Method(sync=Delayed(staleness=2)), scaler=scaler)
+        for t, (x, y) in enumerate(data(STEPS)):
+            x, y = rig.take(x, y)
+            x = x * float("inf") if t == 3 and comm.rank == 1 else x
+            scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+        return rig.engine.ex.step, scaler.get_scale(), bool(weights(model).isfinite().all())
+
+    assert threads.run(2, work) == [(STEPS - 1, 2.0**7, True)] * 2
+
+
 def test_bytes_travel_while_training_goes_on_and_arrive_when_asked():
     def work(comm):
         model = mlp()

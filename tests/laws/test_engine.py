@@ -31,6 +31,23 @@ def test_a_worker_without_samples_counts_nothing(world_size):
     close(same(train(world_size, batches)), alone(batches))
 
 
+def test_what_a_worker_without_samples_computes_is_not_looked_at():
+    batches = data(3, size=2)
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        rig = Rig(comm, model, opt)
+        for x, y in batches:
+            x, y = rig.take(x, y)
+            (cross_entropy(model(x), y) * (float("nan") if comm.rank == 2 else 1.0)).backward()
+            opt.step()
+            opt.zero_grad()
+        return weights(model)
+
+    close(same(threads.run(3, work)), alone(batches))
+
+
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_half_stays_near_and_agrees(dtype):
     batches = data(20)
@@ -62,6 +79,24 @@ def test_accumulate_equals_the_large_batch(world_size, n):
     results = threads.run(world_size, work)
     close(same([r[0] for r in results]), alone(large))
     assert results[0][1] == len(large)
+
+
+def test_accumulate_without_a_loader():
+    """Every window begins at the same scale, though no batch says which."""
+    batches = data(6)
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        rig = Rig(comm, model, opt, accumulate=2)
+        for x, y in batches:
+            cross_entropy(model(x[comm.rank :: 2]), y[comm.rank :: 2]).backward()
+            opt.step()
+            opt.zero_grad()
+        return weights(model), rig.engine.ex.step
+
+    large = [tuple(torch.cat(parts) for parts in zip(*batches[i : i + 2], strict=True)) for i in (0, 2, 4)]
+    close(same([w for w, _ in threads.run(2, work)]), alone(large))
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -222,17 +257,21 @@ def test_unused_parameters_that_differ_per_worker(world_size):
     close(same(results), weights(model))
 
 
+def two_optimizers(comm, x, y, **rig):
+    """Two models, each with an optimizer of its own, and this worker's share of a batch for both."""
+    model, engines = nn.ModuleList([mlp(0), mlp(1)]), Engines()
+    opts = [sgd(one) for one in model]
+    lanes = [type(comm)(comm.room, comm.rank, f"o{i}") for i in range(2)]
+    rigs = [Rig(lanes[i], model[i], opts[i], engines=engines, **rig) for i in range(2)]
+    mine, _ = (one.take(x, y) for one in rigs)
+    return model, opts, mine
+
+
 def test_a_worker_whose_loss_touches_nothing_of_an_optimizer_joins_at_step():
     x, y = data(1, size=8)[0]
 
     def work(comm):
-        model = nn.ModuleList([mlp(0), mlp(1)])
-        opts = [sgd(model[0]), sgd(model[1])]
-        engines = Engines()
-        lanes = [type(comm)(comm.room, comm.rank, f"o{i}") for i in range(2)]
-        rigs = [Rig(lanes[i], model[i], opts[i], engines=engines) for i in range(2)]
-        for r in rigs:
-            mine = r.take(x, y)
+        model, opts, mine = two_optimizers(comm, x, y)
         used = model[0](mine[0]) if comm.rank == 0 else model[0](mine[0]) + model[1](mine[0])
         cross_entropy(used, mine[1]).backward()
         for opt in opts:
@@ -241,6 +280,21 @@ def test_a_worker_whose_loss_touches_nothing_of_an_optimizer_joins_at_step():
         return weights(model)
 
     same(threads.run(2, work))
+
+
+def test_all_bytes_of_a_backward_leave_before_any_is_waited_for():
+    """A worker waits in its backward for an optimizer that the other one joins with only after its own backward."""
+    x, y = data(1, size=8)[0]
+
+    def work(comm):
+        model, opts, mine = two_optimizers(comm, x, y, spec="half")
+        out = model[1](mine[0]) if comm.rank == 0 else model[0](mine[0]) + model[1](mine[0])
+        cross_entropy(out, mine[1]).backward()
+        for opt in opts:
+            opt.step()
+        return weights(model)
+
+    same(threads.run(2, work, timeout_s=5))
 
 
 def test_frozen_and_thawed_on_the_way():
@@ -402,6 +456,22 @@ def test_guard_raise_and_patience():
         threads.run(2, work("skip", 25))
 
 
+@pytest.mark.filterwarnings("ignore:paceline. step")
+def test_patience_begins_again_with_every_step_that_counts():
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        rig = Rig(comm, model, opt)
+        for step, (x, y) in enumerate(data(30)):
+            x, y = rig.take(x, y)
+            cross_entropy(model(x if step % 10 == 0 else x * float("inf")), y).backward()
+            opt.step()
+            opt.zero_grad()
+        return rig.engine.ex.step
+
+    assert threads.run(2, work) == [3, 3]
+
+
 def test_one_backward_more_on_one_worker_is_named():
     def work(comm):
         model = mlp()
@@ -417,6 +487,157 @@ def test_one_backward_more_on_one_worker_is_named():
 
     with pytest.raises(MismatchError, match=r"worker \d is at step"):
         threads.run(2, work, timeout_s=3)
+
+
+def test_gradients_thrown_away_by_one_worker_alone_are_named():
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        x, y = Rig(comm, model, opt).take(*data(1)[0])
+        cross_entropy(model(x), y).backward()
+        if comm.rank == 0:
+            opt.zero_grad()
+        cross_entropy(model(x), y).backward()
+        opt.step()
+
+    with pytest.raises(MismatchError, match="worker 0 is at step 0, backward 1, the others at step 0, backward 2"):
+        threads.run(3, work, timeout_s=3)
+
+
+def test_a_batch_left_out_by_one_worker_alone_is_named():
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        rig = Rig(comm, model, opt)
+        for step, (x, y) in enumerate(data(4)):
+            x, y = rig.take(x, y)
+            if step == 1 and comm.rank == 0:
+                continue
+            cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+
+    with pytest.raises(MismatchError, match="worker 0 is at batch 3, the others at batch 2"):
+        threads.run(3, work, timeout_s=3)
+
+
+def test_a_window_that_does_not_count_is_over():
+    """A NaN in its last micro-batch: the next window begins with the next batch, whoever zeroes the gradients."""
+    batches = data(6)
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        rig = Rig(comm, model, opt, accumulate=2)
+        for step, (x, y) in enumerate(batches):
+            x, y = rig.take(x, y)
+            cross_entropy(model(x * float("nan") if step == 1 and comm.rank else x), y).backward()
+            opt.step()
+            model.zero_grad()
+        return weights(model)
+
+    large = [tuple(torch.cat(parts) for parts in zip(*batches[i : i + 2], strict=True)) for i in (2, 4)]
+    with pytest.warns(UserWarning, match="step 0 is skipped"):
+        close(same(threads.run(2, work)), alone(large))
+
+
+def test_blocks_of_no_sync_inside_each_other():
+    batches = data(6)
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        rig = Rig(comm, model, opt)
+        for step, (x, y) in enumerate(batches):
+            x, y = rig.take(x, y)
+            with rig.engine.no_sync() if step % 3 < 2 else contextlib.nullcontext():
+                with rig.engine.no_sync() if step % 3 < 2 else contextlib.nullcontext():
+                    pass
+                before = comm.sent
+                cross_entropy(model(x), y).backward()
+                assert comm.sent == before or step % 3 == 2
+            if step % 3 == 2:
+                opt.step()
+                opt.zero_grad()
+        return weights(model)
+
+    large = [tuple(torch.cat(parts) for parts in zip(*batches[i : i + 3], strict=True)) for i in (0, 3)]
+    close(same(threads.run(2, work)), alone(large))
+
+
+class Mixed(nn.Module):
+    """The first layer, which is the last whose gradients are ready, is too narrow for a whisper."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8).bfloat16(), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.second(self.first(x.bfloat16()).float())
+
+
+def test_a_whisper_is_of_its_own_backward():
+    """After a step with a whisper comes one whose last bucket cannot carry any."""
+    build = built(Mixed)
+
+    def work(comm):
+        model = build()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        rig = Rig(comm, model, opt)
+        for step, (x, y) in enumerate(data(3)):
+            model.first.requires_grad_(step > 0)
+            x, y = rig.take(x, y)
+            cross_entropy(model(x * float("nan") if step == 1 and comm.rank else x), y).backward()
+            opt.step()
+            opt.zero_grad()
+        return weights(model)
+
+    with pytest.warns(UserWarning, match="step 1 is skipped on all workers: the gradient of worker 1 "):
+        assert same(threads.run(2, work)).isfinite().all()
+
+
+def test_what_was_held_back_and_zeroed_is_forgotten():
+    """Without a step: the window begins again with the next batch."""
+    batches = data(4)
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        rig = Rig(comm, model, opt)
+        with rig.engine.no_sync():
+            x, y = rig.take(*batches[0])
+            cross_entropy(model(x), y).backward()
+            opt.zero_grad()
+        for x, y in batches[1:]:
+            x, y = rig.take(x, y)
+            cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+        return weights(model)
+
+    close(same(threads.run(2, work)), alone(batches[1:]))
+
+
+def test_a_plain_step_sends_its_buckets_and_nothing_else():
+    """The vote is whispered with the gradients: [Note: whisper]."""
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        rig = Rig(comm, model, opt)
+        counts = []
+        for x, y in data(3):
+            x, y = rig.take(x, y)
+            before = comm.ops
+            cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+            counts.append(comm.ops - before)
+        assert rig.recorder.sent == comm.sent
+        return counts[1:], len(rig.engine.buckets)
+
+    for counts, buckets in threads.run(2, work):
+        assert counts == [buckets, buckets]
 
 
 def test_a_copy_of_the_model_is_free_of_the_engine():

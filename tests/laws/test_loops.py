@@ -43,7 +43,7 @@ class Hoarder(Reducer):
         return Reduced(await comm.mean(x / 2))
 
 
-def _scaled_loop(batches, model, opt, take, scaler, spoil=lambda step, x: x):
+def _scaled_loop(batches, model, opt, take, scaler, spoil=lambda step, x: x, *, set_to_none=True):
     scales = []
     for step, (x, y) in enumerate(batches):
         x, y = take(x, y)
@@ -52,7 +52,7 @@ def _scaled_loop(batches, model, opt, take, scaler, spoil=lambda step, x: x):
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         scaler.step(opt)
         scaler.update()
-        opt.zero_grad()
+        opt.zero_grad(set_to_none)
         scales.append(scaler.get_scale())
     return weights(model), scales
 
@@ -126,7 +126,9 @@ def test_what_is_kept_back_follows_the_loss_scale():
     close(same([r[0] for r in steady]), same([r[0] for r in wandering]), tol=1e-5)
 
 
-def test_a_skipped_step_leaves_no_trace_in_a_reducer():
+@pytest.mark.parametrize("whose", ["optimizer", "model"])
+def test_a_skipped_step_leaves_no_trace_in_a_reducer(whose):
+    """Whether or not the optimizer is told that the gradients are zeroed, in place."""
     batches = data(6)
 
     def run(spoiled):
@@ -140,7 +142,7 @@ def test_a_skipped_step_leaves_no_trace_in_a_reducer():
                 x, y = r.take(x, y)
                 cross_entropy(model(x * float("nan") if step == 3 and comm.rank == 0 else x), y).backward()
                 opt.step()
-                opt.zero_grad()
+                (opt if whose == "optimizer" else model).zero_grad(set_to_none=False)
             return weights(model)
 
         return same(threads.run(2, work))
@@ -162,6 +164,40 @@ def test_unknown_scaler_is_refused_where_it_matters(kind):
 
     with pytest.raises(UsageError, match="needs to know your GradScaler"):
         threads.run(2, work)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_step_that_a_scaler_leaves_out_leaves_no_trace_in_a_reducer(set_to_none):
+    """Nothing but `zero_grad` tells that it was left out."""
+    batches = data(6)
+
+    def run(spoiled):
+        def work(comm):
+            model = mlp()
+            opt = sgd(model)
+            scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+            take = Rig(comm, model, opt, spec=Method(reducer=Hoarder()), scaler=scaler).take
+            spoil = lambda step, x: x * float("inf") if spoiled and step == 3 and comm.rank == 1 else x  # noqa: E731
+            some = batches if spoiled else batches[:3] + batches[4:]
+            return _scaled_loop(some, model, opt, take, scaler, spoil, set_to_none=set_to_none)[0]
+
+        return same(threads.run(2, work))
+
+    close(run(True), run(False))
+
+
+@pytest.mark.parametrize("spec", ["exact", "topk", "local_sgd"])
+def test_a_grad_scaler_that_is_switched_off_does_nothing(spec):
+    def run(handed):
+        def work(comm):
+            model = mlp()
+            opt, scaler = sgd(model), torch.amp.GradScaler("cpu", enabled=False)
+            take = Rig(comm, model, opt, spec=spec, scaler=scaler if handed else None).take
+            return _scaled_loop(data(4), model, opt, take, scaler)[0]
+
+        return threads.run(2, work)
+
+    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
 
 
 def test_grad_scaler_in_a_window():

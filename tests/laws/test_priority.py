@@ -21,6 +21,8 @@ from laws_table import on_every_world
 from marks import slow
 from paceline.core.bucket import Bucket
 from paceline.core.parts import Event
+from paceline.core.pipeline import Pipeline
+from paceline.core.vote import Place, Vote
 from paceline.errors import MethodError
 from paceline.method import Method, method
 from paceline.orders.priority import Priority
@@ -111,6 +113,40 @@ def test_zero_grad_at_the_start_of_the_loop():
     equal(early_zero=True)
 
 
+def test_gradients_that_are_zeroed_in_place():
+    """Not before they are used, and the step does not wait for that."""
+
+    def step(one, model, opt, x, y):
+        cross_entropy(model(x), y).backward()
+        opt.step()
+        opt.zero_grad(set_to_none=False)
+        assert one.engine.overlap.under_way == one.engine.overlap.on
+
+    equal(step=step)
+
+
+def test_hooks_of_the_optimizer_run_once_a_step():
+    calls = []
+
+    def hooked(model):
+        opt = sgd(model)
+        opt.register_step_post_hook(lambda *_: calls.append(1))
+        return opt
+
+    equal(optimizer=hooked, why="the optimizer has hooks")
+    assert len(calls) == 2 * 3 * STEPS
+
+
+@pytest.mark.filterwarnings("ignore:paceline. 1 parameters got no gradient")
+def test_a_gradient_that_is_taken_away():
+    def step(one, model, opt, x, y):
+        cross_entropy(model(x), y).backward()
+        model[2].weight.grad = None
+        opt.step()
+
+    equal(step=step, why="gradients are replaced")
+
+
 def test_gradients_that_are_never_zeroed():
     def step(one, model, opt, x, y):
         opt.zero_grad = lambda: None
@@ -172,6 +208,13 @@ def batch_norm():
 
 def test_buffers_are_agreed_on_before_they_are_used_again():
     equal(make=built(batch_norm))
+
+
+def test_a_first_layer_that_has_buffers_alone():
+    """It waits for no parameter, and where the vote is a ballot for no bucket either."""
+    make = built(lambda: nn.Sequential(nn.BatchNorm1d(6, affine=False), nn.Linear(6, 3)))
+    other = same(trained(3, "half", make=make))
+    assert torch.equal(same(trained(3, "priority+half", make=make)), other)
 
 
 class Odd(nn.Module):
@@ -268,14 +311,33 @@ def test_a_loss_scaler_keeps_the_barrier():
         assert torch.equal(run("priority"), run("backward"))
 
 
+@pytest.mark.parametrize("spec", ["priority", "priority+powersgd"])
 @pytest.mark.parametrize("at", [0, 3, STEPS])
-def test_a_step_that_does_not_count_leaves_no_trace(at):
+def test_a_step_that_does_not_count_leaves_no_trace(at, spec):
     batches = data(STEPS)
     x, y = data(1, seed=1)[0]
     x[6:] = torch.nan  # worker 1's half
     with pytest.warns(UserWarning, match="the gradient of worker 1 is not finite"):
-        spoiled = same(trained(2, "priority", batches=[*batches[:at], (x, y), *batches[at:]]))
-    assert torch.equal(spoiled, same(trained(2, "priority")))
+        spoiled = same(trained(2, spec, batches=[*batches[:at], (x, y), *batches[at:]]))
+    assert torch.equal(spoiled, same(trained(2, spec)))
+
+
+def test_nothing_of_a_step_that_does_not_count_is_under_way():
+    """Its bytes have arrived before their memory is used again."""
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        one = Rig(comm, model, opt, spec="priority", knobs=TIGHT)
+        x, y = one.take(*data(1)[0])
+        cross_entropy(model(x * float("nan") if comm.rank else x), y).backward()
+        opt.step()
+        assert one.engine.pipeline._flights
+        model(x)
+        assert not one.engine.pipeline._flights
+
+    with pytest.warns(UserWarning, match="the gradient of worker 1 is not finite"):
+        threads.run(2, work)
 
 
 def test_it_can_be_told_when_a_step_is_made():
@@ -284,6 +346,13 @@ def test_it_can_be_told_when_a_step_is_made():
     def end(one, model, opt):
         state = opt.state_dict()["state"]
         return torch.cat([state[i]["exp_avg"].flatten() for i in sorted(state)])
+
+    equal(optimizer=adamw, end=end)
+
+
+def test_who_looks_at_what_the_optimizer_remembers_sees_the_update():
+    def end(one, model, opt):
+        return torch.cat([opt.state[p]["exp_avg"].flatten() for p in model.parameters()])
 
     equal(optimizer=adamw, end=end)
 
@@ -387,6 +456,44 @@ def test_a_second_round_goes_by_urgency_too():
 
     threads.run(2, work)
     assert rounds == [0, 1, 2, 2, 1, 0] * 2
+
+
+class Soon:
+    """What a coroutine awaits once."""
+
+    def __await__(self):
+        yield self
+
+
+def test_buffers_do_not_wait_behind_gradients():
+    """The next forward asks for them first, and they have no size of their own."""
+    pipeline, seen = Pipeline(), []
+
+    async def two_rounds(name):
+        await Soon()
+        seen.append(name)
+
+    for name, size in (("late", 8), ("soon", 8), ("buffers", 0)):
+        pipeline.start(two_rounds(name), name, size)
+    pipeline.rearrange({"late": 1, "soon": 0}.__getitem__)
+    pipeline.drain()
+    assert seen == ["buffers", "soon", "late"]
+
+
+@pytest.mark.parametrize("whispers", [True, False])
+def test_workers_hear_of_the_mean_backlog(whispers):
+    def work(comm):
+        b = Bucket(0, [("p", nn.Parameter(torch.zeros(3)))], comm.world_size)
+        vote = Vote(lambda: comm, guard=True, whispers=whispers)
+        vote.begin(Place())
+        if whispers:
+            vote.close(b, [b], backlog=10.0 * comm.rank)
+            comm.mean(b.flat).wait()
+        else:
+            vote.call([b], backlog=10.0 * comm.rank)
+        return vote.backlog()
+
+    assert threads.run(3, work) == [10.0] * 3
 
 
 def test_foreign_optimizers_keep_the_barrier():

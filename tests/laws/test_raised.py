@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import threads
+from paceline.core.parts import Reduced, Reducer
 from paceline.errors import MismatchError
+from paceline.method import Method
 from rig import Rig, close, data, mlp, same, sgd, weights
 
 AT = 2  # the step in which it happens
@@ -106,8 +111,11 @@ def test_one_worker_that_runs_the_batch_once_more_is_named():
         trained(3, who=(1,), retry=True)
 
 
-def test_in_a_window_of_micro_batches_the_others_count():
-    """The third micro-batch of four raises: the step is the mean over the samples of the other three."""
+@pytest.mark.parametrize("at", [2, 3])
+def test_in_a_window_of_micro_batches(at):
+    """Of four the third raises: the step is the mean over the samples of the other three. Or the last, whose bytes the
+    others wait for: the window is of no step, and the next one begins with the next batch.
+    """
 
     def work(comm):
         model = mlp()
@@ -116,11 +124,13 @@ def test_in_a_window_of_micro_batches_the_others_count():
         trap = Trap(model)
         for step, (x, y) in enumerate(data(8)):
             x, y = one.take(x, y)
-            trap.armed = step == AT
+            trap.armed = step == at
             try:
                 cross_entropy(model(x), y).backward()
             except MemoryError:
                 trap.armed = False
+                if at == 3:
+                    continue
             opt.step()
             opt.zero_grad()
         return weights(model)
@@ -128,7 +138,7 @@ def test_in_a_window_of_micro_batches_the_others_count():
     model = mlp()
     opt = sgd(model)
     batches = data(8)
-    for window in (batches[:2] + batches[3:4], batches[4:]):
+    for window in (batches[:2] + batches[3:4], batches[4:]) if at == 2 else (batches[4:],):
         for x, y in window:
             (cross_entropy(model(x), y) / len(window)).backward()
         opt.step()
@@ -137,7 +147,44 @@ def test_in_a_window_of_micro_batches_the_others_count():
         close(same(threads.run(2, work)), weights(model))
 
 
-def test_it_is_said():
+@dataclass(kw_only=True)
+class Seen(Reducer):
+    """Notes what is sent."""
+
+    name: ClassVar[str] = "seen"
+    sent: ClassVar[dict[int, list[Tensor]]] = {}
+
+    async def mean(self, b, x, comm):
+        self.sent.setdefault(comm.rank, []).append(x[: b.n].clone())
+        return Reduced(await comm.mean(x))
+
+
+def test_the_others_are_sent_zeros():
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        trap = Trap(model)
+        one = Rig(comm, model, opt, spec=Method(reducer=Seen()))
+        for step, (x, y) in enumerate(data(AT + 2)):
+            x, y = one.take(x, y)
+            trap.armed = step == AT and comm.rank == 1
+            try:
+                cross_entropy(model(x), y).backward()
+            except MemoryError:
+                continue
+            opt.step()
+            opt.zero_grad()
+        return len(one.engine.buckets)
+
+    with warnings.catch_warnings(action="ignore"):
+        [count, _] = threads.run(2, work)
+    first, *_, last = Seen.sent[1][-2 * count : -count]
+    assert first.any(), "nothing had left before it raised"
+    assert not last.any()
+
+
+@pytest.mark.parametrize("then", ["another backward", "a step"])
+def test_it_is_said(then):
     def work(comm):
         model = mlp()
         opt = sgd(model)
@@ -150,7 +197,8 @@ def test_it_is_said():
         trap.armed = False
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            cross_entropy(model(x), y).backward()
+            if then == "another backward":
+                cross_entropy(model(x), y).backward()
             opt.step()
         return [str(w.message) for w in said]
 

@@ -13,7 +13,7 @@ import threads
 from laws_table import WORLDS
 from paceline.core.engine import EngineOptions
 from paceline.errors import NonFiniteError
-from rig import Rig, close, data, mlp, same, weights
+from rig import Rig, built, close, data, mlp, same, weights
 
 ON_DEVICE = EngineOptions(device_verdict=True)
 
@@ -75,6 +75,29 @@ def test_it_goes_as_the_verdict_on_the_host_bit_for_bit():
     with pytest.warns(UserWarning, match="is skipped"):
         host = threads.run(3, lambda comm: train(comm, batches, on_host, (1, 5)))
     assert all(torch.equal(a, b) and s == t for (a, s), (b, t) in zip(device, host, strict=True))
+
+
+def test_the_averages_of_a_step_skipped_on_the_device_go_back():
+    build = built(lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)))
+
+    def run(options):
+        def work(comm):
+            model = build()
+            optimizer = fused(model)
+            rig = Rig(comm, model, optimizer, options=options)
+            for t, (x, y) in enumerate(data(4)):
+                x, y = rig.take(x, y)
+                x = x * torch.nan if t == 2 and comm.rank else x
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            rig.engine.settle()
+            return torch.cat([model[1].running_mean, model[1].running_var])
+
+        with pytest.warns(UserWarning, match="is skipped"):
+            return same(threads.run(2, work))
+
+    close(run(ON_DEVICE), run(EngineOptions(device_verdict=False)))
 
 
 def test_a_worker_that_trains_alone_sits_out():

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 import threads
 from laws_table import WORLDS
 from paceline.comm.single import SingleComm
+from paceline.core.engines import Engines
 from paceline.errors import UsageError
 from paceline.session.settings import Settings
 from rig import Rig, Share, close, data, mlp, same, weights
@@ -285,6 +286,32 @@ def test_batches_that_were_collected_must_be_shared_alike(size):
             threads.run(2, work)
         return
     same(threads.run(2, work))
+
+
+def test_a_backward_of_another_optimizer_has_used_a_batch_too():
+    """The second optimizer has one backward, after the loop: of the last batch, however the others were shared."""
+    batches = [*data(2, 12), *data(1, 7)]
+
+    def work(comm):
+        engines, models = Engines(), [mlp(0), mlp(1)]
+        lanes = [type(comm)(comm.room, comm.rank, f"o{i}") for i in range(2)]
+        rigs = [Rig(lane, model, slow_sgd(model), engines=engines) for lane, model in zip(lanes, models, strict=True)]
+        for batch in batches:
+            (x, y), _ = (_share(rig, batch, 0) for rig in rigs)
+            cross_entropy(models[0](x), y).backward()
+            rigs[0].optimizer.step()
+            rigs[0].optimizer.zero_grad()
+        for rig in rigs:
+            rig.engine.loop_ended(0)
+        cross_entropy(models[1](x), y).backward()
+        rigs[1].optimizer.step()
+        return weights(models[1])
+
+    model = mlp(1)
+    x, y = batches[-1]
+    cross_entropy(model(x), y).backward()
+    slow_sgd(model).step()
+    close(same(threads.run(2, work)), weights(model), tol=1e-5)
 
 
 def test_an_evaluation_leaves_batches_of_ones_own_alone():

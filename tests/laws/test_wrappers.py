@@ -23,6 +23,7 @@ from paceline.reducers.dgc import DGC
 from paceline.reducers.error_feedback import ErrorFeedback
 from paceline.reducers.exact import Exact
 from paceline.reducers.half import Half
+from paceline.reducers.int8 import Int8
 from paceline.reducers.per_bucket import PerBucket
 from paceline.reducers.powersgd import PowerSGD
 from paceline.reducers.qsgd import QSGD
@@ -460,6 +461,20 @@ def test_state_moves_to_where_its_parameters_are():
         ("p", "Q"): "meta",
         "seed": "cpu",
     }
+
+
+def test_error_feedback_keeps_nothing_in_the_padding():
+    """Zero is not among the levels of int8, so it leaves something there."""
+
+    def work(comm):
+        b = BUCKETS[0](comm.world_size)
+        reducer = ErrorFeedback(of=Int8())
+        together(reducer.mean(b, vector(b, comm.rank), comm))
+        return reducer.state[0, "e"], b.n
+
+    for e, n in threads.run(2, work):
+        assert e[:n].any()
+        assert not e[n:].any()
 
 
 def test_error_feedback_works_in_old_memory_and_never_in_what_a_rollback_needs():

@@ -187,8 +187,58 @@ def test_a_world_of_one_is_the_optimizer_alone(stage):
 # -------------------------------------------------------------------------------------------------------- gradients
 
 
-def test_micro_batches_of_a_window():
-    equal(batches=data(8), accumulate=2)
+@pytest.mark.parametrize("losses", [1, 2])
+def test_micro_batches_of_a_window(losses):
+    def step(one, x, y):
+        for _ in range(losses):
+            cross_entropy(one.model(x), y).backward()
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+
+    equal(batches=data(8), accumulate=2, step=step, tol=0.0 if losses == 1 else 1e-5)
+
+
+def test_a_state_that_is_looked_at_on_the_way():
+    def step(one, x, y):
+        plain(one, x, y)
+        one.optimizer.state_dict()
+
+    equal(step=step)
+
+
+def test_a_parameter_that_is_given_other_memory():
+    """`p.data = ...` between steps; zero3 refuses it."""
+
+    def step(one, x, y):
+        plain(one, x, y)
+        for p in one.model.parameters():
+            p.data = p.data * 0.9
+
+    equal(step=step, stages=["zero1", "zero2"], away=False)
+
+
+def test_a_layer_that_is_frozen_between_backward_and_step():
+    def step(one, x, y):
+        cross_entropy(one.model(x), y).backward()
+        one.model[0].requires_grad_(False)
+        one.optimizer.step()
+        one.model[0].requires_grad_(True)
+        one.optimizer.zero_grad()
+
+    equal(step=step, stages=["zero1", "zero2"], away=False)
+
+
+def test_of_several_backwards_some_gradients_are_thrown_away():
+    def step(one, x, y):
+        for i in range(3):
+            if i == 2:
+                for p in one.model[0].parameters():
+                    p.grad = None
+            cross_entropy(one.model(x), y).backward()
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+
+    equal(step=step, optimizer=sgd, tol=1e-5)
 
 
 @pytest.mark.parametrize("zeroed", ["optimizer", "model", "kept", "never"])
@@ -786,6 +836,23 @@ def test_optimizers_that_see_whole_layers_are_refused(stage, world_size, make):
 
 def test_an_unknown_optimizer_that_is_elementwise_is_taken():
     equal(optimizer=lambda model: Signed(model.parameters()))
+
+
+def test_an_optimizer_sees_no_group_without_parameters():
+    """Which a worker that owns nothing of a group would have, and a user's own optimizer need not expect."""
+    seen = []
+
+    class Looking(torch.optim.SGD):
+        def step(self, closure=None):
+            seen.extend(len(group["params"]) for group in self.param_groups)
+            return super().step(closure)
+
+    def optimizer(model):
+        return Looking([{"params": [p]} for p in model.parameters()], lr=0.1)
+
+    trained(3, "zero1", optimizer=optimizer)
+    assert seen
+    assert all(seen)
 
 
 @stages

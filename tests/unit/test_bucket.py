@@ -54,6 +54,15 @@ def test_a_bias_leaves_with_the_matrix_after_it():
     assert [[s.name for s in b.slots] for b in buckets] == [["2b", "2w"], ["1b", "1w"], ["0b", "0w"]]
 
 
+def test_chunks_are_the_bucket_and_none_is_of_padding_alone():
+    for n in (100, 509, 510, 512, 640):
+        [b] = cut([("p", nn.Parameter(torch.zeros(n)))], 2, 1 << 20)
+        b.divide(512, 2)
+        assert sum(chunk.n for chunk in b.chunks) == n
+        assert sum(chunk.flat.numel() for chunk in b.chunks) == b.flat.numel()
+        assert all(chunk.n > 0 for chunk in b.chunks)
+
+
 def test_channels_last_stays_so():
     conv = nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last)
     slot = next(cut([("w", conv.weight)], 2, 1 << 20)).slots[0]

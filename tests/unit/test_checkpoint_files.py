@@ -55,6 +55,15 @@ def test_a_plain_model_and_its_optimizer(tmp_path):
     assert torch.equal(loop(data(2), other, other_opt), loop(data(2), model, opt))
 
 
+def test_what_an_optimizer_remembered_before_is_gone(tmp_path):
+    """A checkpoint from before the first step brings no moments, and leaves none."""
+    model, opt = job(steps=0)
+    paceline.save(tmp_path, model, opt, step=0)
+    want = loop(data(2), model, opt)
+    paceline.load(tmp_path, model, opt)
+    assert torch.equal(loop(data(2), model, opt), want)
+
+
 def test_only_the_model(tmp_path):
     model, opt = job()
     paceline.save(tmp_path, model, opt, step=1)

@@ -199,6 +199,7 @@ LIES = {
     "many dimensions": at(*WEIGHT, "shape", value=[1] * 1000),
     "negative": at(*WEIGHT, "shape", value=[-16, -6]),
     "strides": at(*WEIGHT, "strides", value=[2**40, 1]),
+    "strides that overlap": at(*WEIGHT, "strides", value=[1, 1]),
     "no type": at(*WEIGHT, "dtype", value="load"),
     "odd type": at(*WEIGHT, "dtype", value="quint8"),
     "key": at("tensors", "worker/", value={"dtype": "float32", "shape": [0]}),

@@ -145,11 +145,19 @@ def test_a_copy_has_a_memory_of_its_own():
     assert "x" not in second.reducer.state
 
 
+def test_a_load_replaces_what_was_staged():
+    state = Exact().state
+    state["calls"] = 1
+    state.load({"calls": 2}, [])
+    assert state["calls"] == 2
+
+
 def test_staged_state_becomes_real_on_commit_only():
     state = Exact().state
     state["a"] = 1
     state.commit()
     state["a"] = 2
     assert state["a"] == 2
+    assert state.save([]) == {"a": 1}
     state.rollback()
     assert dict(state) == {"a": 1}

@@ -227,7 +227,6 @@ class Loading:
         for i, engine in enumerate(self.engines):
             self._parts(i, engine)
             engine.ex.step = self.manifest.made[i] if i < len(self.manifest.made) else self.manifest.step
-            engine.over(made=False)
         self._random()
 
     def _weights(self, name: str) -> str:

@@ -65,6 +65,10 @@ class Buffers:
         self.buckets = list(cut(named, world_size, bucket_bytes))
         self._agreed.clear()
 
+    def all(self) -> list[Tensor]:
+        """All of them as they are now."""
+        return [x for place in self.everything if (x := place.tensor()) is not None]
+
     def tensors(self) -> list[Tensor]:
         """The averaged ones as they are now."""
         return [x for place in self.averaged if (x := place.tensor()) is not None]

@@ -520,8 +520,7 @@ class Engine:
                 self.sizes.scheduled = 1
                 return self.overlap.defer(do)
             self.overlap.barrier()
-        if self.exchanged and Fact.REPLICAS_AGREE in self.ex.facts and not self.vote.late:
-            self.by_hand.agree()
+        self.agree_by_hand()
         if self.on_device.possible():
             return self._make(lambda: self.on_device.step(do))
         verdict = self.decide()
@@ -529,6 +528,11 @@ class Engine:
             self.window.over()
             return None
         return self._make(do if verdict is Verdict.COMMIT else lambda: None)
+
+    def agree_by_hand(self) -> None:
+        """Average the gradients that the user has changed since they were agreed on, where workers differ."""
+        if self.exchanged and Fact.REPLICAS_AGREE in self.ex.facts and not self.vote.late:
+            self.by_hand.agree()
 
     def take_up(self, new: Sequence[tuple[Bucket, Slot]]) -> None:
         """Exchange gradients that no hook has announced, as if a backward had brought them: [Note: by hand]."""

@@ -83,6 +83,7 @@ def wrap(engine: Engine, scaler: Any) -> None:
             return step(opt, *args, **kwargs)
         if not engine.window.closing:
             return opt.step()
+        engine.agree_by_hand()
         engine.asked, engine.by_hand.trusts = False, True
         try:
             result = step(opt, *args, **kwargs)
@@ -93,9 +94,11 @@ def wrap(engine: Engine, scaler: Any) -> None:
         return result
 
     def paced_unscale(opt: torch.optim.Optimizer) -> None:
-        if opt is not optimizer or engine.window.closing:
+        if opt is not optimizer:
             unscale(opt)
-        if opt is optimizer:
+        elif engine.window.closing:
+            engine.agree_by_hand()
+            unscale(opt)
             engine.by_hand.note()
 
     def paced_update(*args: Any, **kwargs: Any) -> None:

@@ -51,7 +51,7 @@ def share(engine: Engine, luggage: Luggage) -> Luggage:
         return luggage
     joins = group.rank in group.joined
     params = [p for _, p in engine.named()]
-    tensors = [*params, *engine.buffers.tensors()]
+    tensors = [*params, *engine.buffers.all()]
     tree: Any = None
     if not joins:
         tree = {
@@ -67,6 +67,7 @@ def share(engine: Engine, luggage: Luggage) -> Luggage:
     with torch.no_grad():
         for x, theirs in zip(tensors, tree["tensors"], strict=True):
             x.copy_(theirs)
+    engine.buffers.keep()
     engine.optimizer.state.clear()
     for p, known in zip(params, tree["optimizer"], strict=True):
         if known:

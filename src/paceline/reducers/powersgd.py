@@ -93,7 +93,7 @@ class PowerSGD(Reducer):
 
     def _rank(self, s: Slot) -> int:
         n, m = _shape(s)
-        return max(1, min(int(self.share * n * m / (n + m)) if self.share else self.rank, n, m))
+        return max(1, int(self.share * n * m / (n + m))) if self.share else self.rank
 
     def _last(self, s: Slot) -> Tensor:
         """Qᵀ of the step before; in the first step, and for columns added by a higher rank, random numbers."""

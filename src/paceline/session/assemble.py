@@ -68,7 +68,7 @@ def assemble(
     """
     check_one(objects, optimizer, method, settings, world_size=group.world_size)
     bucket_bytes, first_bytes = _sizes(objects, optimizer, method, settings, slow_link=slow_link)
-    scaler: Any = objects.scalers[0] if objects.scalers else None
+    scaler: Any = next((one for one in objects.scalers if one.is_enabled()), None)
     hooks = Hooks(objects.models, engines=engines, scaler=scaler)
     engine = Engine(
         optimizer,

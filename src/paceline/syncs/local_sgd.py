@@ -85,8 +85,7 @@ class LocalSGD(Sync):
 
     async def _way(self, b: Bucket, ex: Exchange) -> Tensor:
         w = self._sent[b.index] = b.weights(self._sent.get(b.index))
-        mean = await ex.mean(b, self.state[b.index, "x"] - w)
-        return mean.clone() if self.delay else mean
+        return await ex.mean(b, self.state[b.index, "x"] - w)
 
     async def _arrive(self, b: Bucket, ex: Exchange) -> None:
         delta = await self._flying.pop(b.index)

@@ -1,0 +1,141 @@
+"""Who owns which state."""
+
+from mutants.mutant import Mutant
+
+ROWS = [
+    Mutant(
+        "zero1 does not publish what was frozen after backward",
+        "sharding/zero1.py",
+        "stepped = b.active or any(s.param.grad is not None for s in b.slots)",
+        "stepped = b.active",
+        "laws/test_zero.py::test_a_layer_that_is_frozen_between_backward_and_step",
+    ),
+    Mutant(
+        "zero2 keeps its buckets' memory",
+        "sharding/zero2.py",
+        "        b.free()\n",
+        "",
+        "laws/test_zero.py::test_memory_is_as_the_paper_says",
+    ),
+    Mutant(
+        "zero3 keeps its buckets' memory",
+        "sharding/zero3.py",
+        "        b.free()\n",
+        "",
+        "laws/test_zero.py::test_memory_is_as_the_paper_says",
+    ),
+    Mutant(
+        "zero3 does not widen its masters' values into the shards",
+        "sharding/zero3.py",
+        "                    self.unsharding.buckets[index].shard.copy_(self.masters[index])\n",
+        "                    pass\n",
+        "laws/test_zero.py::test_16_bit_parameters_have_a_master_in_fp32",
+    ),
+    Mutant(
+        "zero3 steps while parameters are whole",
+        "sharding/zero3.py",
+        "        self.unsharding.reshard()\n        result = super().apply(step, ex)\n",
+        "        result = super().apply(step, ex)\n",
+        "laws/test_zero.py::test_tied_frozen_and_unused_parameters",
+    ),
+    Mutant(
+        "zero3 does not say that the shards have changed",
+        "sharding/zero3.py",
+        "        self.unsharding.changed()\n",
+        "",
+        "laws/test_zero.py::test_the_first_one_is_asked_for_when_the_last_step_ends",
+    ),
+    Mutant(
+        "a worker owns the shard of its left neighbour",
+        "sharding/sharded.py",
+        "b.own = slice(ex.rank * length, (ex.rank + 1) * length)",
+        "r = (ex.rank - 1) % ex.world_size\n        b.own = slice(r * length, (r + 1) * length)",
+        "laws/test_zero.py::test_fifty_steps_are_those_of_the_whole",
+    ),
+    Mutant(
+        "a shard of the mean lies in memory that is given back",
+        "sharding/sharded.py",
+        "            b.keep(mine.clone())\n",
+        "            pass\n",
+        "laws/test_zero.py::test_with_every_reducer",
+    ),
+    Mutant(
+        "a loaded state is nobody's",
+        "sharding/sharded.py",
+        "        self._loading = {}\n"
+        "        for b in ex.buckets:\n"
+        "            full_state.take(b, self.bucket_shards[b.index], ex.optimizer)\n",
+        "        self._loading = {}\n",
+        "laws/test_zero.py::test_training_goes_on_from_it_at_another_world_size",
+    ),
+    Mutant(
+        "a state that was there before is not taken up",
+        "sharding/sharded.py",
+        "        full_state.take(b, self.bucket_shards[b.index], ex.optimizer)\n\n    def _cut(",
+        "\n    def _cut(",
+        "laws/test_zero.py::test_a_state_that_is_there_before_is_taken_up",
+    ),
+    Mutant(
+        "old hooks stay after another cut of shards",
+        "sharding/sharded.py",
+        "        for hook in self._hooks:\n            hook.remove()\n",
+        "",
+        "laws/test_zero.py::test_other_buckets_for_the_same_parameters",
+    ),
+    Mutant(
+        "the full state stays in place of the sharded one",
+        "sharding/sharded.py",
+        "            ex.optimizer.state, self._sharded_state = self._sharded_state, None\n",
+        "            self._sharded_state = None\n",
+        "laws/test_zero.py::test_a_state_that_is_looked_at_on_the_way",
+    ),
+    Mutant(
+        "a master is always what the parameter says",
+        "sharding/turns.py",
+        "known.copy_(torch.where(known.to(theirs.dtype) == theirs, known, wide, out=wide))",
+        "known.copy_(wide)",
+        "laws/test_zero.py::test_16_bit_parameters_have_a_master_in_fp32",
+    ),
+    Mutant(
+        "the last step's gradients are stepped again",
+        "sharding/turns.py",
+        "            for shard in shards:\n                shard.param.grad = None\n",
+        "            pass\n",
+        "laws/test_zero.py::test_memory_is_as_the_paper_says",
+    ),
+    Mutant(
+        "a group that owns nothing here is stepped",
+        "sharding/turns.py",
+        'optimizer.param_groups = [group for group in groups if group["params"]]',
+        "optimizer.param_groups = groups",
+        "laws/test_zero.py::test_an_optimizer_sees_no_group_without_parameters",
+    ),
+    Mutant(
+        "a master keeps its value when a parameter is loaded",
+        "core/shard.py",
+        "        self.now().copy_(x)\n        if self.apart:\n            self.param.copy_(x)\n",
+        "        self.now().copy_(x)\n",
+        "laws/test_checkpoint.py::test_masters_that_were_not_saved_are_the_weights",
+    ),
+    Mutant(
+        "a gradient that the user put there is not a shard's",
+        "core/shard.py",
+        "        elif p.grad is self.slot.shown:\n",
+        "        elif True:\n",
+        "laws/test_zero.py::test_a_gradient_the_user_puts_there_counts",
+    ),
+    Mutant(
+        "of a whole tensor a shard takes the beginning",
+        "core/shard.py",
+        "return memory(like.copy_(x.to_dense() if x.is_sparse else x))[self.inside]",
+        "return memory(like.copy_(x.to_dense() if x.is_sparse else x))[: self.inside.stop - self.inside.start]",
+        "laws/test_zero.py::test_training_goes_on_from_it_at_another_world_size",
+    ),
+    Mutant(
+        "a step count is saved once a worker",
+        "sharding/full_state.py",
+        'return isinstance(value, Tensor) and key != "step" and value.shape == p.shape',
+        "return isinstance(value, Tensor) and value.shape == p.shape",
+        "laws/test_zero.py laws/test_checkpoint.py",
+    ),
+]
