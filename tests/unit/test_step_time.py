@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.core.step_time import StepTime
-from paceline.telemetry.pace import HostClock, Lap, Pace, clock_of
+from paceline.telemetry.pace import ComputedBatch, HostClock, Pace, clock_of
 from paceline.telemetry.recorder import Recorder
 
 
@@ -53,7 +53,7 @@ def test_a_lap_is_computing_alone():
     recorder, pace = Recorder(None, 0), Pace(clock)
     lap(recorder, clock, pace)
     recorder.end_lap()
-    assert pace.take() == [Lap(8, 2.0, 5.5)]
+    assert pace.take() == [ComputedBatch(8, 2.0, 5.5)]
     assert pace.take() == []
 
 
@@ -71,7 +71,7 @@ def test_what_is_untimed_before_the_backward_is_taken_out():
     recorder.start_lap(4, 0.0)  # of a loader that does not want to know
     recorder.backward_ended()
     recorder.end_lap()
-    assert pace.take() == [Lap(1, 2.0, 0.0)], "who has no sample computes on a borrowed one"
+    assert pace.take() == [ComputedBatch(1, 2.0, 0.0)], "who has no sample computes on a borrowed one"
 
 
 def test_an_evaluation_is_no_lap():
@@ -92,7 +92,7 @@ def test_a_device_is_never_waited_for():
     assert pace.take() == []
     lap(recorder, clock, pace)
     recorder.end_lap()
-    assert pace.take() == [Lap(8, 2.0, 5.5)]
+    assert pace.take() == [ComputedBatch(8, 2.0, 5.5)]
 
 
 def test_an_untimed_wait_is_in_no_step():

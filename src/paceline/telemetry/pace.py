@@ -54,7 +54,7 @@ def clock_of(device: torch.device) -> Clock:
     return DeviceClock() if device.type == "cuda" else HostClock()
 
 
-class Lap(NamedTuple):
+class ComputedBatch(NamedTuple):
     """One batch."""
 
     samples: int
@@ -113,7 +113,7 @@ class Pace:
                 self._over.append(lap)
         self._open = None
 
-    def take(self) -> list[Lap]:
+    def take(self) -> list[ComputedBatch]:
         """The laps that are over and whose times are known by now, oldest first."""
         known = []
         while self._over and (lap := self._read(self._over[0])) is not None:
@@ -121,7 +121,7 @@ class Pace:
             self._over.popleft()
         return known
 
-    def _read(self, lap: _Marks) -> Lap | None:
+    def _read(self, lap: _Marks) -> ComputedBatch | None:
         waits = [self.clock.seconds(*pair) for pair in lap.waits]
         pauses = [self.clock.seconds(*pair) for pair in lap.pauses]
         whole = self.clock.seconds(lap.begin, lap.computed)
@@ -129,4 +129,4 @@ class Pace:
             return None
         waited, paused = [s or 0.0 for s in waits], [s or 0.0 for s in pauses]
         computed = whole - sum(waited[: lap.before[0]]) - sum(paused[: lap.before[1]])
-        return Lap(lap.samples, max(computed, 1e-9), sum(waited))
+        return ComputedBatch(lap.samples, max(computed, 1e-9), sum(waited))
