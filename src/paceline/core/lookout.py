@@ -81,9 +81,7 @@ class Lookout(TorchFunctionMode):
         if all(known is not one for known in self._all()):
             self._owing = [*(ref for ref in self._owing if ref() is not None), weakref.ref(one)]
         self._depth += 1
-        if self._there:
-            self._there = False
-            _restack(lambda modes: [mode for mode in modes if mode is not self])
+        self._leave()
 
     def end_forward(self) -> None:
         """It has ended, or raised."""
@@ -91,6 +89,16 @@ class Lookout(TorchFunctionMode):
         if not self._depth and not self._there:
             self._there = True
             _restack(lambda modes: [self, *modes])
+
+    def rest(self) -> None:
+        """Leave the stack until the next forward, if nothing is owed: no thread may end with a mode on its stack."""
+        if not any(one.owes for one in self._all()):
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._there:
+            self._there = False
+            _restack(lambda modes: [mode for mode in modes if mode is not self])
 
 
 _here = threading.local()

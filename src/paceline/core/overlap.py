@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from paceline.core.bucket import Bucket
+from paceline.core.lookout import lookout
 from paceline.core.vote import Verdict
 from paceline.errors import UsageError
 from paceline.telemetry.events import Note
@@ -136,6 +137,11 @@ class Overlap:
         """Make all of the update under way."""
         if self._step is not None:
             self._land(list(self._due.values()))
+
+    def settle(self) -> None:
+        """Make all of the update under way, and look out no more until the next forward."""
+        self.land()
+        lookout().rest()
 
     @property
     def owes(self) -> bool:
