@@ -264,7 +264,7 @@ class Balance(Part):
         return False
 
     def due(self, batch: int) -> bool:
-        """Do the workers tell each other their speeds before this batch is handed out? `batch` counts from 0."""
+        """Do the workers tell each other their speeds before this batch of an epoch? `batch` counts from 0."""
         return False
 
     def worth(self, before_s: float, after_s: float) -> bool:

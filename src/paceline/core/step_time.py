@@ -1,6 +1,6 @@
 """How long a worker's backward takes, by the number of samples: learned from its last laps.
 
-[Note: step time] A lap over b samples takes t(b) = per_step + per_sample · b seconds (the model of compute in Qiao et
+[Note: step time] A lap over b samples takes t(b) = per_step + per_sample · b seconds (the model of compute in Nie et
 al., Cannikin). Both are fitted by least squares to the last laps, of which an older one counts less. As long as all of
 them had the same b there is nothing to tell the two apart by, and per_step is taken to be 0: the time is proportional
 to the samples. That errs on one side only. A slow worker is thought to become faster by giving samples away than it

@@ -45,15 +45,17 @@ class Balancing:
         self.time = StepTime()
         self.most = sys.maxsize  # samples that fit in this worker's memory, where that is known
         self._waits: deque[float] = deque(maxlen=_WAITS)
-        self._told: Handle | None = None  # the speeds on their way
+        self._told: tuple[int, Handle] | None = None  # the speeds on their way, and in which epoch of the group
         self._changes = 0
-        self._first = 0  # the first batch of this loop, over all epochs
+        self._first = self._start = 0  # the first batch of this loop: over all epochs, and in its own
+        self._backwards = 0  # before the batch in hand was handed out
         self._at_once = True  # there was a backward before the loop's second batch was asked for
 
     def _refuse_fetching_ahead(self, batches: int) -> None:
+        before, self._backwards = self._backwards, self.recorder.backwards
         if batches == 1:
-            self._at_once = self.pace.computed
-        elif batches == 2 and self.pace.computed and not self._at_once:
+            self._at_once = self._backwards > before
+        elif batches == 2 and self._backwards > before and not self._at_once:
             raise UsageError(
                 f"the loop takes the next batch before the backward of the one in hand, and {self.shares.balance.name} "
                 "changes the workers' shares between batches",
@@ -65,22 +67,25 @@ class Balancing:
     def begin(self, handed: int, start: int) -> None:
         """A loop begins with batch `start` of an epoch, after `handed` batches over all epochs."""
         self.shares.schedule.begin(handed, start)
-        self._first = handed
+        self._first, self._start = handed, start
 
     def before_batch(self, handed: int, size: int) -> None:
-        """Another batch is about to be handed out. Every worker calls it, with the same numbers.
+        """Another batch is about to be handed out. Every worker calls it before the same batches.
 
         handed: those before it, over all epochs. size: of a global batch.
         """
-        self._refuse_fetching_ahead(handed - self._first)
+        group, past = self.shares.group, handed - self._first
+        self._refuse_fetching_ahead(past)
         for lap in self.pace.take():
             self.time.add(lap.samples, lap.computed_s)
             self._waits.append(lap.waited_s)
         if self._told is not None:
-            rows, self._told = self._told.wait().tolist(), None
-            self._decide(rows, handed, size)
-        if self.shares.balance.due(handed):
-            self._told = self.shares.group.lane("control").all_gather(self._row())
+            epoch, rows = self._told
+            self._told = None
+            if epoch == group.epoch:  # or they are those of other workers
+                self._decide(rows.wait().tolist(), handed, size)
+        if self.shares.balance.due(self._start + past):
+            self._told = group.epoch, group.lane("control").all_gather(self._row())
 
     def _row(self) -> torch.Tensor:
         slope, rest = self.time.line() if self.time.known else (0.0, 0.0)
@@ -90,7 +95,7 @@ class Balancing:
     def _decide(self, rows: list[list[float]], handed: int, size: int) -> None:
         """All workers come to the same result."""
         schedule, balance = self.shares.schedule, self.shares.balance
-        if len(rows) != self.shares.group.world_size or any(row[0] <= 0 for row in rows):
+        if any(row[0] <= 0 for row in rows):
             return  # not all of them have computed yet; an evaluation's never do
         speeds = [Speed(row[0], row[1], min(int(row[2]), sys.maxsize)) for row in rows]
         exposed_s = min(row[3] for row in rows)

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from paceline.core.parts import Speed
 from paceline.errors import DataError
 
+_JSON = 2**53
+
 
 class _Entry(NamedTuple):
     start: int  # the first batch it holds for
@@ -58,12 +60,12 @@ class Schedule:
     def save(self, handed: int) -> list[list[Any]]:
         """What holds for the next batch and after it, in numbers that count from it."""
         past = max(i for i, entry in enumerate(self._entries) if entry.start <= handed)
-        return [[max(e.start - handed, 0), [list(speed) for speed in e.speeds]] for e in self._entries[past:]]
+        return [[max(e.start - handed, 0), [_numbers(speed) for speed in e.speeds]] for e in self._entries[past:]]
 
     def load(self, saved: Sequence[Any], handed: int) -> None:
         """Take up what `save` gave."""
         self._version += len(self._entries)
-        self._entries = [_Entry(handed + start, tuple(Speed(*speed) for speed in speeds)) for start, speeds in saved]
+        self._entries = [_Entry(handed + start, tuple(map(_speed, speeds))) for start, speeds in saved]
 
     def forget(self, handed: int) -> None:
         """From the next batch on all workers are alike."""
@@ -88,6 +90,16 @@ def checked(saved: Any) -> tuple[list[Any], int]:
     return list(saved), max(worlds, default=0)
 
 
+def _numbers(speed: Speed) -> list[float | None]:
+    """A speed as JSON has it, which knows no whole numbers beyond 2^53."""
+    return [speed.per_sample, speed.per_step, speed.most if speed.most < _JSON else None]
+
+
+def _speed(numbers: Sequence[Any]) -> Speed:
+    per_sample, per_step, most = numbers
+    return Speed(per_sample, per_step, sys.maxsize if most is None else most)
+
+
 def _is_speed(per_sample: Any, per_step: Any, most: Any) -> bool:
     real = all(type(x) in (int, float) and math.isfinite(x) and x >= 0 for x in (per_sample, per_step))
-    return real and per_sample > 0 and type(most) is int and 0 <= most <= sys.maxsize
+    return real and per_sample > 0 and (most is None or (type(most) is int and 0 <= most < _JSON))

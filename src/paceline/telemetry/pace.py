@@ -80,7 +80,6 @@ class Pace:
         self._open: _Marks | None = None
         self._over: deque[_Marks] = deque()
         self._inside = False  # of a wait or a pause
-        self.computed = False  # there was a backward in the last lap
 
     def begin(self, samples: int) -> None:
         """A batch is handed out."""
@@ -107,10 +106,8 @@ class Pace:
 
     def end(self) -> None:
         """The next batch is asked for, of this loader or of another one."""
-        if (lap := self._open) is not None:
-            self.computed = lap.computed is not None
-            if self.computed:
-                self._over.append(lap)
+        if self._open is not None and self._open.computed is not None:
+            self._over.append(self._open)
         self._open = None
 
     def take(self) -> list[ComputedBatch]:

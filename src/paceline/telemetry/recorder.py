@@ -56,6 +56,7 @@ class Recorder:
         self.step = 0  # steps completed
         self.busy_s = 0.0
         self.wait_s = 0.0  # waited for other workers in this lap
+        self.backwards = 0  # backwards that have ended, in the whole job
         self.pace: Pace | None = None  # of the loader whose batch is in hand, where one wants to know
         self.sent = 0  # added to by the engine
         self._wall = self._cpu = 0.0  # when the lap began; 0: not in a lap
@@ -125,6 +126,7 @@ class Recorder:
 
     def backward_ended(self) -> None:
         """The gradients of the batch in hand have been computed."""
+        self.backwards += 1
         if self.pace is not None:
             self.pace.backward_ended()
 
