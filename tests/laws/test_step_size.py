@@ -19,6 +19,7 @@ from paceline.balances._step_size import SizedStep
 from paceline.checkpoint import load as loading
 from paceline.checkpoint import save as saving
 from paceline.comm.threads import ThreadComm
+from paceline.core.engine import EngineOptions
 from paceline.core.noise import NoiseSample, sampled
 from paceline.core.parts import Balance, StepSize
 from paceline.errors import MethodError, UsageError
@@ -355,6 +356,31 @@ def test_a_step_that_does_not_count_leaves_no_trace(name):
     clean = threads.run(2, lambda comm: work(comm, False))
     assert spoilt[0][1] == clean[0][1]
     assert torch.equal(spoilt[0][0], clean[0][0])
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_neither_does_one_that_is_heard_of_late(name):
+    """The optimizer skips on the device, and the host hears of it in the next step: device_verdict.py."""
+    batches = data(12)
+
+    def work(comm, bad):
+        model = mlp()
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        options = EngineOptions(device_verdict=True)
+        rig = Rig(comm, model, opt, spec=method(name, **{**LIVELY[name], "every": 1}), options=options)
+        for i, (x, y) in enumerate(batches if bad is None else [*batches[:bad], batches[0], *batches[bad:]]):
+            x, y = rig.take(x, y)
+            (cross_entropy(model(x), y) * (math.nan if i == bad and comm.rank == 1 else 1.0)).backward()
+            opt.step()
+            opt.zero_grad()
+        rig.engine.settle()
+        return weights(model), remembered(rig)
+
+    with pytest.warns(UserWarning, match="skipped"):
+        spoilt = threads.run(2, lambda comm: work(comm, 3))
+    clean = threads.run(2, lambda comm: work(comm, None))
+    assert spoilt[0][1] == clean[0][1]
+    assert torch.equal(same([w for w, _ in spoilt]), same([w for w, _ in clean]))
 
 
 def objects(rig):
