@@ -66,18 +66,19 @@ def gradient(name, step, rank, shape):
     return (1.0 + 0.2 * torch.randn(shape, generator=g)) * FACTORS.get(name, [1.0] * 6)[step // WINDOW]
 
 
-def descend(comm, spec, *, rates=(), spoilt=(), tell=None, **settings):
+def descend(comm, spec, *, rates=(), spoilt=(), tell=None):
     """STEPS steps of plain SGD on given gradients: the agreed gradients of each, and the engine. spoilt: steps that are
     tried with a NaN first. tell: is given every event.
     """
     model = Layers()
-    opt = torch.optim.SGD(model.parameters(), lr=1.0)
-    rig = Rig(comm, model, opt, spec=spec, **settings)
+    first, *rest = model.parameters()
+    opt = torch.optim.SGD([{"params": [first]}, {"params": rest}], lr=1.0)
+    rig = Rig(comm, model, opt, spec=spec, bucket_mb=1.0)  # layers share a bucket, if nothing keeps them apart
     if tell is not None:
         rig.recorder.emit = tell
     means = []
     for step in range(STEPS):
-        opt.param_groups[0]["lr"] = rates[step] if step < len(rates) else 1.0
+        opt.param_groups[1]["lr"] = rates[step] if step < len(rates) else 1.0
         for attempt in range(1 + (step in spoilt)):
             bad = step in spoilt and attempt == 0
             terms = [(p * gradient(n, step, comm.rank, p.shape)).sum() for n, p in model.named_parameters()]
@@ -177,8 +178,30 @@ def test_telemetry_hears_of_every_decision_alike_on_all_workers():
     assert by["steady"] == by["bias"] == by["scale"]
     assert by["steady"] == list(zip(steps, [LOW, HIGH, HIGH, HIGH, LOW, LOW, HIGH], strict=True))
     ratios = [ratio for _, layer, *_, ratio in one if layer == "restless"]
-    assert ratios[0] is None
+    assert ratios[0] is ratios[4] is None
     assert ratios[1] == pytest.approx(2.0, rel=0.3)
+
+
+def test_a_growing_loss_scale_changes_nothing():
+    """Around a reducer that keeps nothing too: sums of several steps are in true units."""
+    spec = Method(reducer=Accordion(of=Watched(ratio=LOW), high=HIGH, window=4, smallest=0, threshold=2.0))
+
+    def scaled(comm, growth):
+        model = mlp()
+        opt = sgd(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=growth)
+        rig = Rig(comm, model, opt, spec=spec, scaler=scaler)
+        for x, y in data(16):
+            x, y = rig.take(x, y)
+            scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+        return inner(rig.engine).seen
+
+    steady, growing = (threads.run(2, lambda comm, g=growth: scaled(comm, g)) for growth in (1000, 1))
+    assert steady == growing
+    assert {ratio for _, _, ratio in steady[0]} == {LOW, HIGH}
 
 
 def switching(of, **knobs):

@@ -23,7 +23,7 @@ class Regime:
     critical: bool = True
     steps: int = 0  # of the window under way
     norm: float | None = None  # of the window before; None: there was none that later ones could be compared with
-    ratio: float | None = None  # |before − now| / before at the end of the last window
+    ratio: float | None = None  # |before − now| / before at the end of the last window, if that decided
     rate: float = 0.0  # the largest learning rate since its last fall
     forced: int = 0  # steps for which it stays critical whatever norms say
     decisions: int = 0
@@ -33,7 +33,7 @@ class Regime:
         if rate >= (1.0 - fall) * self.rate:
             return replace(self, rate=max(rate, self.rate))
         decisions = self.decisions + (not self.critical)
-        return replace(self, rate=rate, critical=True, forced=window, decisions=decisions)
+        return replace(self, rate=rate, critical=True, forced=window, ratio=None, decisions=decisions)
 
     def end(self) -> Regime:
         """The step is over."""

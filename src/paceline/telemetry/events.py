@@ -83,12 +83,12 @@ class Skip(TelemetryEvent):
 class Choice(TelemetryEvent):
     """A policy has chosen a setting for a layer or for steps, the old one or another. All workers choose alike."""
 
-    step: int  # it holds after so many steps
+    step: int  # so many had counted
     layer: str  # the parameter's name; empty: it is about whole steps
     knob: str
     value: float
     critical: bool  # in the regime that compresses less, or takes smaller steps
-    ratio: float | None  # how much the gradient's norm has changed; none: there were no two to compare
+    ratio: float | None  # how much the gradient's norm has changed; none: another reason decided
 
 
 class Note(TelemetryEvent):
