@@ -134,6 +134,16 @@ class Complex(nn.Module):
         return (x.to(torch.complex64) @ self.w).abs() + self.b
 
 
+class NoRate(torch.optim.Optimizer):
+    """An optimizer without a learning rate, which does nothing."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        pass
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from dataclasses import dataclass, field
@@ -10,7 +11,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 
+import processes
 import threads
 from laws_table import on_every_world
 from marks import slow
@@ -19,12 +22,13 @@ from paceline.balances._step_size import SizedStep
 from paceline.checkpoint import load as loading
 from paceline.checkpoint import save as saving
 from paceline.comm.threads import ThreadComm
+from paceline.core.engine import EngineOptions
 from paceline.core.noise import NoiseSample, sampled
 from paceline.core.parts import Balance, StepSize
 from paceline.errors import MethodError, UsageError
 from paceline.method import Method, method
 from paceline.session.objects import Objects
-from rig import Rig, adamw, close, data, loop, mlp, same, sgd, weights
+from rig import NoRate, Rig, adamw, close, data, loop, mlp, same, sgd, weights
 
 ADAPTIVE = [name for name, cls in registry.parts("balance").items() if cls.adapts]
 LIVELY: dict[str, dict[str, Any]] = {  # knobs at which something happens within a few steps
@@ -357,6 +361,31 @@ def test_a_step_that_does_not_count_leaves_no_trace(name):
     assert torch.equal(spoilt[0][0], clean[0][0])
 
 
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_neither_does_one_that_is_heard_of_late(name):
+    """The optimizer skips on the device, and the host hears of it in the next step: device_verdict.py."""
+    batches = data(12)
+
+    def work(comm, bad):
+        model = mlp()
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        options = EngineOptions(device_verdict=True)
+        rig = Rig(comm, model, opt, spec=method(name, **{**LIVELY[name], "every": 1}), options=options)
+        for i, (x, y) in enumerate(batches if bad is None else [*batches[:bad], batches[0], *batches[bad:]]):
+            x, y = rig.take(x, y)
+            (cross_entropy(model(x), y) * (math.nan if i == bad and comm.rank == 1 else 1.0)).backward()
+            opt.step()
+            opt.zero_grad()
+        rig.engine.settle()
+        return weights(model), remembered(rig)
+
+    with pytest.warns(UserWarning, match="skipped"):
+        spoilt = threads.run(2, lambda comm: work(comm, 3))
+    clean = threads.run(2, lambda comm: work(comm, None))
+    assert spoilt[0][1] == clean[0][1]
+    assert torch.equal(same([w for w, _ in spoilt]), same([w for w, _ in clean]))
+
+
 def objects(rig):
     """What is saved and loaded, the engine, and a lane for it."""
     lane = ThreadComm(rig.comm.room, rig.comm.rank, "checkpoint")
@@ -387,6 +416,50 @@ def test_to_go_on_is_not_to_have_stopped(name, tmp_path, monkeypatch):
     straight, resumed = (threads.run(2, lambda comm, loads=loads: work(comm, loads)) for loads in (False, True))
     assert torch.equal(same([w for w, _ in straight]), same([w for w, _ in resumed]))
     assert straight[0][1] == resumed[0][1]
+
+
+def _job(rank, folder, loads):
+    import paceline
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+    opt = sgd(model)
+    loader = DataLoader(TensorDataset(*data(1, 480)[0]), batch_size=12, shuffle=True)
+    knobs = LIVELY["adaptive_batch"]
+    model, opt, loader = paceline.prepare(model, opt, loader, method="adaptive_batch", **knobs)
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 10, 0.9)
+    if loads:
+        extra = paceline.load(folder, model, opt)
+        scheduler.load_state_dict(extra["scheduler"])
+        loader.load_state_dict(json.loads(extra["loader"]))
+    sizes = []
+    for x, y in loader:
+        closes = paceline.will_step(opt)
+        cross_entropy(model(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+        for _ in range(paceline.scheduled_steps(opt)):
+            scheduler.step()
+        sizes.append(paceline.scheduled_steps(opt))
+        assert closes == bool(sizes[-1])
+        if closes and len(sizes) >= 20 and not loads and folder is not None:
+            extra = {"scheduler": scheduler.state_dict(), "loader": json.dumps(loader.state_dict())}
+            paceline.save(folder, model, opt, extra=extra)
+            folder = None
+    advice = paceline.advice()
+    return weights(model), sizes, scheduler.last_epoch, advice.noise_scale, advice.unknown
+
+
+def test_a_job_of_two_processes_that_is_resumed(tmp_path):
+    """A schedule by batches ends with the samples; a run that was stopped goes on with steps of the same size."""
+    straight = processes.values(processes.run(2, _job, tmp_path, False))
+    resumed = processes.values(processes.run(2, _job, tmp_path, True))
+    (w, sizes, scheduled, noise, unknown), (again, rest, at, *_) = straight[0], resumed[0]
+    assert scheduled == at == 40
+    assert max(sizes) == 4
+    assert sizes[-len(rest) :] == rest
+    assert torch.equal(w, again)
+    assert noise > 0 or unknown
 
 
 # ------------------------------------------------------------------------------------------------ one by one
@@ -519,14 +592,6 @@ def test_one_gradient_a_step_is_refused(name):
     with pytest.raises(MethodError, match="needs two workers, or two micro-batches"):
         run(1, data(1), spec=name)
     run(1, data(2), spec=name, accumulate=2)
-
-
-class NoRate(torch.optim.Optimizer):
-    def __init__(self, params):
-        super().__init__(params, {})
-
-    def step(self, closure=None):
-        pass
 
 
 def test_an_optimizer_without_a_learning_rate():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 from torch import nn
 
 import paceline
@@ -14,7 +13,7 @@ from paceline.errors import MethodError
 from paceline.session import session
 from paceline.session.advice import FAR, Advice, GoodputModel, advise
 from paceline.telemetry.recorder import Lap
-from rig import Rig, data, loop, mlp, sgd
+from rig import NoRate, Rig, data, loop, mlp, sgd
 
 MODELS = [
     GoodputModel(sample_s=c, exposed_s=e, noise_scale=n)
@@ -167,14 +166,6 @@ def test_bad_input_is_refused_before_workers_meet(optimizer, knobs, what, monkey
     model = nn.Linear(2, 2)
     with pytest.raises(MethodError, match=what):
         paceline.prepare(model, optimizer(model), **knobs)
-
-
-class NoRate(torch.optim.Optimizer):
-    def __init__(self, params):
-        super().__init__(params, {})
-
-    def step(self, closure=None):
-        pass
 
 
 def test_a_setting_that_is_no_number_of_steps():

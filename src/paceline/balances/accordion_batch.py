@@ -7,13 +7,12 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.balances._step_size import GrowingStep
 from paceline.core.noise import NoiseSample
 from paceline.core.parts import StepSize
-from paceline.core.regime import Regime
+from paceline.core.regime import Regime, check_rate_is_seen
 from paceline.errors import MethodError
 from paceline.knobs import knob
 from paceline.registry import register
@@ -52,12 +51,7 @@ class AccordionBatch(GrowingStep):
 
     def check(self, optimizer: Optimizer) -> None:
         super().check(optimizer)
-        if any(isinstance(group.get("lr"), Tensor) for group in optimizer.param_groups):
-            raise MethodError(
-                f"{self.name} cannot see the learning rate fall, because it is a tensor",
-                why="it may be on a GPU, and the host would wait for it in every step",
-                do="give the optimizer lr= as a float",
-            )
+        check_rate_is_seen(self.name, optimizer)
 
     def hear(self, sample: NoiseSample) -> None:
         super().hear(sample)

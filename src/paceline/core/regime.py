@@ -8,6 +8,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.errors import MethodError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Regime:
@@ -49,4 +54,14 @@ class Regime:
             norm=norm if math.isfinite(norm) else None,
             ratio=ratio if ratio is None or math.isfinite(ratio) else None,
             decisions=self.decisions + 1,
+        )
+
+
+def check_rate_is_seen(name: str, optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose learning rate the host cannot follow. name: of the policy that must."""
+    if any(isinstance(group.get("lr"), Tensor) for group in optimizer.param_groups):
+        raise MethodError(
+            f"{name} cannot see the learning rate fall, because it is a tensor",
+            why="it may be on a GPU, and the host would wait for it in every step",
+            do="give the optimizer lr= as a float",
         )

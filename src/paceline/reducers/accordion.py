@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from paceline.comm.protocol import Comm
 from paceline.core.facts import Fact
 from paceline.core.parts import Reduced, Reducer
-from paceline.core.regime import Regime
-from paceline.errors import MethodError
+from paceline.core.regime import Regime, check_rate_is_seen
 from paceline.knobs import knob
 from paceline.reducers._memory import Spares
 from paceline.reducers._policy import Dial, Policy, numbers
@@ -67,12 +66,7 @@ class Accordion(Policy):
         self._dial.check_low_and_high(self.of, self._value(critical=True), self._value(critical=False))
 
     def check(self, optimizer: Optimizer) -> None:
-        if any(isinstance(group.get("lr"), Tensor) for group in optimizer.param_groups):
-            raise MethodError(
-                f"{self.name} cannot see the learning rate fall, because it is a tensor",
-                why="it may be on a GPU, and the host would wait for it in every step",
-                do="give the optimizer lr= as a float",
-            )
+        check_rate_is_seen(self.name, optimizer)
 
     def kind(self, name: str, p: Tensor) -> Hashable:
         return name if p.dim() > 1 and p.numel() >= self.smallest else "", super().kind(name, p)
