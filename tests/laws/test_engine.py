@@ -294,7 +294,7 @@ def test_all_bytes_of_a_backward_leave_before_any_is_waited_for():
             opt.step()
         return weights(model)
 
-    same(threads.run(2, work, timeout_s=5))
+    same(threads.run(2, work, timeout_s=15))
 
 
 def test_frozen_and_thawed_on_the_way():
@@ -501,7 +501,7 @@ def test_gradients_thrown_away_by_one_worker_alone_are_named():
         opt.step()
 
     with pytest.raises(MismatchError, match="worker 0 is at step 0, backward 1, the others at step 0, backward 2"):
-        threads.run(3, work, timeout_s=3)
+        threads.run(3, work)
 
 
 def test_a_batch_left_out_by_one_worker_alone_is_named():
@@ -518,7 +518,7 @@ def test_a_batch_left_out_by_one_worker_alone_is_named():
             opt.zero_grad()
 
     with pytest.raises(MismatchError, match="worker 0 is at batch 3, the others at batch 2"):
-        threads.run(3, work, timeout_s=3)
+        threads.run(3, work)
 
 
 def test_a_window_that_does_not_count_is_over():

@@ -57,7 +57,7 @@ ROWS = [
         "data/loader.py",
         "self._from.seed = int(self.comm.broadcast(own).wait())",
         "self._from.seed = int(own)",
-        "unit/test_loader.py::test_a_stream_is_split_like_everything_else",
+        "unit/test_loader.py::test_the_seed_of_a_generator_counts",
     ),
     Mutant(
         "a share begins one worker early",
@@ -120,7 +120,7 @@ ROWS = [
         "data/sources.py",
         "self.generator.manual_seed(mixed(self.seed, epoch))",
         "self.generator.manual_seed(mixed(self.seed, epoch, self.shares.group.rank))",
-        "unit/test_loader.py::test_a_worker_without_any_batch_is_named_on_all",
+        "unit/test_loader.py::test_a_stream_that_shuffles_itself_is_read_alike_by_all",
     ),
     Mutant(
         "a resumed stream leaves a batch out",
