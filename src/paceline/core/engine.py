@@ -246,6 +246,8 @@ class Engine:
 
     def forward(self) -> None:
         """A forward in training begins."""
+        self.window.forward()
+        self._weigh_arrivals()
         self.refresh()
         for listener in self._listeners:
             listener()
@@ -414,7 +416,7 @@ class Engine:
         if not self._sends:
             return
         self.exchanged, self.landed = True, False
-        if not self.overlap.on or any(s.sparse for b in self.buckets for s in b.slots):
+        if not self.overlap.watched() or any(s.sparse for b in self.buckets for s in b.slots):
             self.land()
             return
         for b in self.buckets:  # whoever asks for them waits first, and then finds them there
@@ -474,7 +476,9 @@ class Engine:
         if self.idle:
             self.ex.step += 1
             return do()
-        self.window.use()
+        self.overlap.land()  # of a step that was called before, without a forward since
+        if not self._backwards:  # gradients made by hand: the end of a backward has said so otherwise
+            self.window.use()
         due = self.method.sync.due(self.ex.step)
         if due and not self.exchanged and (new := self.by_hand.changed()):
             self.take_up(new)
