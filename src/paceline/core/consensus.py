@@ -26,6 +26,7 @@ def consensus_weights(engine: Engine) -> Iterator[None]:
     """
     if not engine.idle:
         engine.settle()
+        engine.unstepped.check()
     if engine.idle or Fact.REPLICAS_AGREE in engine.method.sync.facts():
         yield
         return

@@ -54,6 +54,7 @@ from paceline.core.overlap import Overlap
 from paceline.core.parts import Event, Parts
 from paceline.core.pipeline import Pipeline
 from paceline.core.replicas import Replicas
+from paceline.core.unstepped import Unstepped
 from paceline.core.vote import NOT_FINITE, Bad, Place, Verdict, Vote, not_finite
 from paceline.core.window import BatchInHand, Window
 from paceline.errors import UsageError
@@ -128,6 +129,7 @@ class Engine:
         self.buckets = self.ex.buckets
         self.by_hand = ByHand(self)
         self.replicas = Replicas(self, self.options.check_replicas)
+        self.unstepped = Unstepped(self)
         self.under_way = False  # a backward is
         self.asked = False  # to step; loss_scale.py looks whether a loss scaler did
         self.exchanged = self.landed = False  # the gradients of this step have left; their means are here
@@ -273,6 +275,8 @@ class Engine:
 
     def begin(self) -> None:
         """The first gradient of a backward has arrived."""
+        keeps = any(part.state.staged for part in self.method.parts())
+        self.unstepped.backward(matters=keeps or not self.method.sync.due(self.ex.step))
         if self.exchanged and self.landed and self._thrown_away():
             self.rollback()
             self.window.over()
@@ -473,6 +477,7 @@ class Engine:
     def step(self, do: Callable[[], Any], *, brings_gradients: bool = False) -> Any:
         """The user called optimizer.step(); `do` is the optimizer's own. brings_gradients: it runs backward itself."""
         self.asked = True
+        self.unstepped.step()
         if self.idle:
             self.ex.step += 1
             return do()
