@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from paceline.core.bucket import Bucket, Slot
 from paceline.core.cutting import cut
@@ -186,7 +187,7 @@ class Unsharding:
         """Make the parameters of these buckets whole, and wait for them."""
         order = self.order[backward or torch.is_grad_enabled()] if ordered else UnshardOrder()
         began = time.perf_counter()
-        with torch.no_grad():
+        with torch.no_grad(), temporarily_clear_interpreter_stack():  # torch.func would wrap what is made in between
             for i in indices:
                 if not self.buckets[i].unsharded:
                     if not backward:

@@ -376,7 +376,7 @@ def schedule_free(job: Job):
         _step(model, opt, x, y)
         opt.eval()
         with torch.no_grad():
-            losses.append(float(loss_of(model(x0), y0)))
+            losses.append(job.mean(loss_of(model(x0), y0)))
     return {"losses": losses, **model.state_dict()}
 
 
