@@ -247,7 +247,7 @@ class Overlap:
             optimizer.param_groups, optimizer.state = whole, users
 
     def _close(self) -> None:
-        optimizer = self.engine.optimizer
+        optimizer: Any = self.engine.optimizer
         if self._state is not None and optimizer.state is self._state:  # else the user has put another one there
             optimizer.state = self._state.true
         self._state = None
