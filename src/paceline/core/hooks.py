@@ -188,7 +188,7 @@ def _refuse_in_backward(what: str) -> None:
         raise UsageError(
             f"{what} was called inside a backward",
             why="a gradient has not been agreed on when a hook of the backward sees it",
-            do="call it when backward has returned; layout='zero2' frees each gradient as soon as it has left",
+            do="call it when backward has returned; a sharded layout frees each gradient as soon as it has left",
         )
 
 

@@ -88,7 +88,7 @@ def assemble(
             check_replicas=settings.check_replicas,
             bucket_bytes=bucket_bytes,
             first_bytes=first_bytes,
-            lane=f"gradients {len(engines)}",
+            lane=engines.free_lane(),
             shares_backward=len(objects.optimizers) > 1,
             averages_buffers=averages_buffers,
         ),
