@@ -59,9 +59,7 @@ class Hooks:
         after = [
             s.param.register_post_accumulate_grad_hook(weakly(s, _arrival(engine, b, s, self.engines))) for s in b.slots
         ]
-        return after + [
-            _accumulator(s).register_prehook(_before_arrival(engine)) for s in b.slots if engine.overlap.on
-        ]
+        return after + [_accumulator(s).register_prehook(_before_arrival(engine)) for s in b.slots if engine.overlap.on]
 
     def weights(self, engine: Engine, b: Bucket) -> Watch:
         """Multiply this bucket's gradients by `window.scale` before they are accumulated.
@@ -205,7 +203,11 @@ def _watch_forward(engine: Engine, model: torch.nn.Module, scaler: Any, engines:
 
 
 def _compiled(module: torch.nn.Module) -> bool:
-    return isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    return (
+        isinstance(module, torch.jit.ScriptModule)
+        or hasattr(module, "_orig_mod")
+        or getattr(module, "_compiled_call_impl", None) is not None
+    )
 
 
 def _layer(engine: Engine, module: torch.nn.Module) -> Callable[[torch.nn.Module, Any], None]:

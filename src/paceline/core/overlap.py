@@ -238,7 +238,8 @@ class Overlap:
         here, optimizer = {id(s.param) for s in b.slots}, self.engine.optimizer
         groups = [{**group, "params": [p for p in group["params"] if id(p) in here]} for group in self._groups]
         whole, optimizer.param_groups = optimizer.param_groups, [group for group in groups if group["params"]]
-        assert self._state is not None and self._step is not None
+        assert self._state is not None
+        assert self._step is not None
         users, optimizer.state = optimizer.state, self._state.true
         try:
             with torch.enable_grad():

@@ -27,9 +27,9 @@ def pcgrad(job: Job):
     model, opt, loader = job.start()
     for x, y in loader:
         tasks = []
-        for loss in (lambda: loss_of(model(x), y), lambda: model(x).square().mean()):
+        for loss in (loss_of, lambda out, y: out.square().mean()):
             opt.zero_grad()
-            loss().backward()
+            loss(model(x), y).backward()
             tasks.append([p.grad.detach().clone() for p in model.parameters()])
         a, b = (torch.cat([g.flatten() for g in task]) for task in tasks)
         dot = a @ b
@@ -363,7 +363,7 @@ class _ScheduleFree(torch.optim.Optimizer):
                 z.sub_(p.grad, alpha=group["lr"])
 
 
-@loop
+@loop(nonlinear=True)
 def schedule_free(job: Job):
     """a schedule-free optimizer, which swaps weights for evaluation and back"""
     model = net()
@@ -452,7 +452,7 @@ def optimizer_unprepared(job: Job):
 @loop
 def stepped_by_hand(job: Job):
     """torch's tutorial: p -= lr * p.grad in no_grad, no optimizer's step at all"""
-    model, opt, loader = job.start()
+    model, _, loader = job.start()
     for x, y in loader:
         loss_of(model(x), y).backward()
         with torch.no_grad():
@@ -518,10 +518,10 @@ def adam_beta_by_hand(job: Job):
 
 @loop(nonlinear=True)
 def torch_optimizers(job: Job):
-    """NAdam, RAdam, Adamax, Adadelta, ASGD, Rprop, two steps each over one model's layers by groups of their own"""
+    """NAdam, RAdam and Adamax, each over a layer of one model"""
     model, loader = net(), batches()
-    kinds = (torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
-    opts = [kind(layer.parameters(), lr=0.01) for kind, layer in zip(kinds, (model[0], model[2], model[4]), strict=True)]
+    kinds = {0: torch.optim.NAdam, 2: torch.optim.RAdam, 4: torch.optim.Adamax}
+    opts = [kind(model[i].parameters(), lr=0.01) for i, kind in kinds.items()]
     model, *opts, loader = job.prepare(model, *opts, loader)
     for x, y in loader:
         loss_of(model(x), y).backward()
@@ -538,12 +538,12 @@ def maximised(job: Job):
     model, opt, loader = job.start(model, torch.optim.SGD(model.parameters(), lr=0.1, maximize=True))
     for x, y in loader:
 
-        def inner() -> Tensor:
+        def inner(x: Tensor, y: Tensor) -> Tensor:
             opt.zero_grad()
             return -loss_of(model(x), y)
 
-        def closure() -> Tensor:
-            loss = inner()
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            loss = inner(x, y)
             loss.backward()
             return loss
 
@@ -872,7 +872,7 @@ def subsets_concatenated(job: Job):
     from torch.utils.data import ConcatDataset, Subset
 
     data = TensorDataset(*samples(STEPS * BATCH))
-    parts = ConcatDataset([Subset(data, range(24, 48)), Subset(data, range(0, 24))])
+    parts = ConcatDataset([Subset(data, range(24, 48)), Subset(data, range(24))])
     order = [*range(0, 48, 2), *range(1, 48, 2)]
     model = net()
     loader = DataLoader(parts, batch_size=BATCH, sampler=order)
