@@ -3,8 +3,9 @@
 [Note: unstepped] Most methods do something when `optimizer.step()` is called: agree on weights, keep what was not sent.
 A wrapper that has kept the optimizer's own `step` from before `prepare`, an optimizer whose users call `first_step` and
 `second_step`, a plain `p -= lr * p.grad` go past it, and the workers would drift apart without a word. So where a
-method has something to do at a step, each backward looks whether the weights were written since the one before it and no
-step was asked for. A few such backwards are a climb before the step (sharpness-aware training, inner loops); more are none.
+method has something to do at a step, each backward looks whether the weights were written since the one before it and
+no step was asked for. A few such backwards are a climb before the step (sharpness-aware training, inner loops); more
+are none.
 """
 
 from __future__ import annotations
@@ -52,6 +53,6 @@ class Unstepped:
         return UsageError(
             f"the weights changed over {self._count} backwards, and step() of the prepared optimizer was not called",
             why="the method acts when it is called, and did nothing: the workers have trained by themselves",
-            do="hand the optimizer whose step() the loop calls to prepare; call step(closure) of one that has first_step "
-            "and second_step",
+            do="hand the optimizer whose step() the loop calls to prepare; call step(closure) of one that has "
+            "first_step and second_step",
         )
