@@ -32,6 +32,8 @@ def consensus_weights(engine: Engine) -> Iterator[None]:
         return
     with _own_again((*engine.buckets, *engine.buffer_buckets)) as own:
         engine.recorder.log({"consensus_distance": _take_centre(engine, own)})
+        if engine.method.sync.is_async:  # else they are compared every K steps
+            engine.replicas.check_buffers()
         yield
 
 

@@ -38,14 +38,23 @@ class Replicas:
         """A step was made: read what was asked after the last one, and ask again if it is time."""
         self._read()
         if self.every and self.engine.ex.step % self.every == 0:
-            self._ask()
+            self._ask(*self._equal())
 
     def check(self) -> None:
         """Compare here and now. Every worker must call it."""
         self._read()
         if self.every:
-            self._ask()
+            self._ask(*self._equal())
             self._read()
+
+    def check_buffers(self) -> None:
+        """Compare the buffers here and now, where workers do not step together. Every worker must call it."""
+        if self.every:
+            self._ask({}, self._own_buffers())
+            self._read()
+
+    def _own_buffers(self) -> dict[str, Tensor]:
+        return self.engine.buffers.own() if self.engine.options.averages_buffers else {}
 
     def _equal(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The parameters and the buffers that must be equal on all workers now, and that each has the whole of."""
@@ -55,10 +64,9 @@ class Replicas:
             return {}, {}
         promised = Fact.REPLICAS_AGREE in engine.ex.facts and not method.layout.shards_parameters
         params = {s.name: s.param.detach() for b in engine.buckets for s in b.slots} if promised else {}
-        return params, engine.buffers.own() if engine.options.averages_buffers else {}
+        return params, self._own_buffers()
 
-    def _ask(self) -> None:
-        params, buffers = self._equal()
+    def _ask(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
         engine = self.engine
         if not engine.buckets or not (params or buffers):
             return
