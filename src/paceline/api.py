@@ -279,6 +279,7 @@ def prepare(
     here.check_new(sorted_)
     name = peer or str(chosen)
     here.say_hello(sorted_, name)
+    here.forget_gone()
     here.agree(sorted_, peer or json.dumps(chosen.config(), sort_keys=True), settings)
     new: dict[int, Any] = {}
     engines: list[Engine] = []

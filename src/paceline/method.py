@@ -68,11 +68,11 @@ class Method:
                 inside = _given(p for p in part.parts() if p is not part)  # beside it in a wrapper is not with it
                 for fact, reason in part.refuses.items():
                     if giver := inside.get(fact) or around.get(fact):
-                        raise MethodError(f"{part.name} does not go together with {giver}", why=reason)
+                        raise _refused(f"{part.name} does not go together with {giver}", reason)
                 for fact, reason in part.needs.items():
                     unknown = facts is None and fact.of_optimizer
                     if not unknown and fact not in around | _given(whole.parts()):
-                        raise MethodError(f"{part.name} needs {fact.value}, which nothing here gives", why=reason)
+                        raise _refused(f"{part.name} needs {fact.value}, which nothing here gives", reason)
 
     def __str__(self) -> str:
         plain = {axis: cls() for axis, cls in _PLAIN.items()}
@@ -88,6 +88,12 @@ _PLAIN: dict[str, type[Part]] = {
     "balance": Even,
     "membership": Fixed,
 }
+
+
+def _refused(what: str, reason: str) -> MethodError:
+    """A part says why, and behind the last semicolon what to do."""
+    why, _, do = reason.rpartition("; ")
+    return MethodError(what, why=why, do=do)
 
 
 def _given(parts: Iterable[Part]) -> dict[Fact, str]:

@@ -347,3 +347,30 @@ def test_parameters_added_later():
 
     model = mlp()
     close(same(threads.run(2, work)), growing(model, sgd(model), lambda *t: t))
+
+
+@pytest.mark.parametrize("spec", ["exact", "priority", "local_sgd", "zero2"])
+def test_a_step_inside_a_backward_is_refused(spec):
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        one = Rig(comm, model, opt, spec=spec)
+        next(model.parameters()).register_post_accumulate_grad_hook(lambda p: opt.step())
+        for x, y in data(2):
+            x, y = one.take(x, y)
+            cross_entropy(model(x), y).backward()
+
+    with pytest.raises(UsageError, match=r"optimizer\.step\(\) was called inside a backward"):
+        threads.run(2, work)
+
+
+@pytest.mark.parametrize("spec", ["zero1", "zero3"])
+def test_the_state_of_a_whole_parameter_is_refused_where_it_is_in_shards(spec):
+    def work(comm):
+        model = mlp()
+        opt = adamw(model)
+        loop(data(2), model, opt, Rig(comm, model, opt, spec=spec).take)
+        opt.state[next(model.parameters())]
+
+    with pytest.raises(UsageError, match=r"the optimizer's state of 0\.weight is asked for"):
+        threads.run(2, work)

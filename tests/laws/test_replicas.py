@@ -144,3 +144,52 @@ def test_a_wrapped_model_and_a_lazy_one_are_refused():
     lazy = nn.Sequential(nn.LazyLinear(3))
     with pytest.raises(UsageError, match="lazy module"):
         Objects.sort([lazy, sgd(lazy)]).check()
+
+
+class Centred(nn.Module):
+    """Takes the running mean of its input off, and writes it in forward."""
+
+    def __init__(self, persistent):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6), persistent=persistent)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+        return x - self.mean
+
+
+@pytest.mark.parametrize("spec", ["exact", "priority", "zero3", "local_sgd"])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_buffer_that_each_worker_writes_by_itself_is_named(spec, persistent):
+    def work(comm):
+        model = nn.Sequential(Centred(persistent), mlp())
+        one = Rig(comm, model, opt := sgd(model), spec=spec, check_replicas=3)
+        for x, y in data(8):
+            x, y = one.take(x, y)
+            cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+
+    if not persistent:
+        threads.run(2, work)
+        return
+    with pytest.raises(MismatchError, match=r"the buffers of worker . are not those of the others: .*mean"):
+        threads.run(2, work)
+
+
+@pytest.mark.parametrize("spec", ["local_sgd", "gossip"])
+def test_weights_that_change_without_a_step_are_told(spec):
+    def work(comm):
+        model = mlp()
+        one = Rig(comm, model, sgd(model), spec=spec)
+        for x, y in data(30):
+            x, y = one.take(x, y)
+            cross_entropy(model(x), y).backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.1 * p.grad
+                    p.grad = None
+
+    with pytest.raises(UsageError, match=r"step\(\) of the prepared optimizer was not called"):
+        threads.run(2, work)

@@ -282,7 +282,7 @@ def test_batches_that_were_collected_must_be_shared_alike(size):
         return weights(model)
 
     if size == 7:
-        with pytest.raises(UsageError, match="the loop over loader 1 has ended"):
+        with pytest.raises(UsageError, match="several batches before this backward, shared differently"):
             threads.run(2, work)
         return
     same(threads.run(2, work))
@@ -339,3 +339,38 @@ def test_an_evaluation_leaves_batches_of_ones_own_alone():
         opt.step()
         opt.zero_grad()
     close(same(threads.run(2, work)), weights(model), tol=1e-5)
+
+
+@pytest.mark.parametrize("before", ["backward", "forward"])
+def test_a_batch_fetched_ahead(before):
+    """Fetched between forward and backward it waits for its turn; before the forward nothing tells whose turn it is."""
+    batches = [*data(2, 12), *data(1, 7)]
+
+    def work(comm):
+        model = mlp()
+        opt = slow_sgd(model)
+        rig = Rig(comm, model, opt)
+        ahead = _share(rig, batches[0], 0)
+        for following in [*batches[1:], None]:
+            x, y = ahead
+            if before == "forward" and following is not None:
+                ahead = _share(rig, following, 0)
+            loss = cross_entropy(model(x), y)
+            if before == "backward" and following is not None:
+                ahead = _share(rig, following, 0)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+        return weights(model)
+
+    if before == "forward":
+        with pytest.raises(UsageError, match="several batches before this backward, shared differently"):
+            threads.run(2, work)
+        return
+    model = mlp()
+    opt = slow_sgd(model)
+    for x, y in batches:
+        cross_entropy(model(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+    close(same(threads.run(2, work)), weights(model))

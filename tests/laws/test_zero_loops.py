@@ -434,6 +434,11 @@ def holds(loop, world_size, spec, optimizer=sgd, **knobs):
         assert (got - want).abs().max() <= 1e-5 * want.abs().max()
 
 
+def calm_adamw(model):
+    """Without moments Adam's step is the gradient over its own size, and all rounding where that is next to nothing."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+
 every = pytest.mark.parametrize("name", LOOPS)
 quiet = pytest.mark.filterwarnings("ignore:paceline")
 
@@ -455,7 +460,7 @@ def test_is_right_where_gradients_are_in_shards(name):
 @every
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
 def test_is_right_on_three_workers(stage, name):
-    holds(LOOPS[name], 3, stage, adamw if "forgets" in name else sgd)
+    holds(LOOPS[name], 3, stage, calm_adamw if "forgets" in name else sgd)
 
 
 # Undoing what was stepped ahead rounds, and Adam divides by what may be small.
@@ -469,7 +474,7 @@ _ROUNDS = {"changed_in_place", "scaled_and_clipped_in_between"}
 def test_is_right_with_state_on_the_host(params, name):
     if name in _ROUNDS:
         pytest.skip("compared with SGD only")
-    holds(LOOPS[name], 2, "zero3", adamw, store="cpu", params=params)
+    holds(LOOPS[name], 2, "zero3", calm_adamw if "forgets" in name else adamw, store="cpu", params=params)
 
 
 # ------------------------------------------------------------------------------------------------ what is refused

@@ -84,6 +84,7 @@ class Job:
         import paceline
 
         arguments.setdefault("bucket_mb", 0.0003)  # several buckets even in a tiny model
+        arguments.setdefault("check_replicas", 2)
         self.stage = "prepare"
         prepared = paceline.prepare(*objects, method=self.method, timeout=TIMEOUT_S, **arguments)
         self.stage = "loop"

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 
+import processes
 import threads
 from paceline.core.engines import Engines
 from rig import Rig, adamw, data, loop, mlp
@@ -44,3 +45,41 @@ def test_an_engine_goes_with_the_model_and_the_optimizer(world_size, spec):
     results = threads.run(world_size, work)
     gc.collect()
     assert [[ref() for ref in refs] for refs in results] == [[None] * 3] * world_size
+
+
+def test_among_others_those_go_that_are_gone_on_every_worker():
+    pack, engines = Engines(), [Engine() for _ in range(3)]
+    for engine in engines:
+        pack.append(engine)
+    first, second, third = engines
+    engines.clear()
+    engine = None
+    del first, second
+    assert pack.collect() == [False, False, True]
+    pack.keep([False, False, True])
+    assert [*pack] == [third]
+
+
+def _cycles(rank):
+    import threading
+    from pathlib import Path
+
+    import torch
+
+    import paceline
+
+    held = []
+    for _ in range(6):
+        model = mlp()
+        optimizer = adamw(model)
+        model, optimizer = paceline.prepare(model, optimizer)
+        model(torch.ones(4, 6)).square().mean().backward()
+        optimizer.step()
+        held.append((sum(1 for _ in Path("/proc/self/fd").iterdir()), threading.active_count()))
+        del model, optimizer
+    return held
+
+
+def test_cycles_of_prepare_leave_nothing_behind():
+    for held in processes.values(processes.run(2, _cycles)):
+        assert held[2:] == held[2:3] * 4  # the first two make the lanes

@@ -28,6 +28,7 @@ class BufferSlot(NamedTuple):
     home: dict[str, Tensor | None]  # the module's own dictionary
     key: str
     name: str
+    saved: bool = True  # a state_dict has it
 
     def tensor(self) -> Tensor | None:
         """The buffer that is there now."""
@@ -38,7 +39,8 @@ def places(modules: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[BufferSlo
     """Every buffer of these modules, which are given with their names."""
     for prefix, module in modules:
         for key in module._buffers:
-            yield BufferSlot(module._buffers, key, f"{prefix}.{key}")
+            saved = key not in module._non_persistent_buffers_set
+            yield BufferSlot(module._buffers, key, f"{prefix}.{key}", saved)
 
 
 class Buffers:
@@ -72,6 +74,16 @@ class Buffers:
     def tensors(self) -> list[Tensor]:
         """The averaged ones as they are now."""
         return [x for place in self.averaged if (x := place.tensor()) is not None]
+
+    def own(self) -> dict[str, Tensor]:
+        """Those that are saved and that the workers do not agree on: the modules' own matter, and counts left out."""
+        agreed = {place[1:] for place in self.averaged}
+        return {
+            place.name: x.detach()
+            for place in self.everything
+            if place.saved and place[1:] not in agreed and (x := place.tensor()) is not None
+            if (x.is_floating_point() or x.is_complex()) and x.layout is torch.strided and x.numel()
+        }
 
     def follow(self) -> None:
         """Cut anew if a module has other buffers than before: it was cast, or moved."""

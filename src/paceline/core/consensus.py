@@ -26,11 +26,14 @@ def consensus_weights(engine: Engine) -> Iterator[None]:
     """
     if not engine.idle:
         engine.settle()
+        engine.unstepped.check()
     if engine.idle or Fact.REPLICAS_AGREE in engine.method.sync.facts():
         yield
         return
     with _own_again((*engine.buckets, *engine.buffer_buckets)) as own:
         engine.recorder.log({"consensus_distance": _take_centre(engine, own)})
+        if engine.method.sync.is_async:  # else they are compared every K steps
+            engine.replicas.check_buffers()
         yield
 
 

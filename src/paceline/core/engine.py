@@ -55,6 +55,7 @@ from paceline.core.parts import Event, Parts
 from paceline.core.pipeline import Pipeline
 from paceline.core.replicas import Replicas
 from paceline.core.step_size import StepSizes, scaled_rate
+from paceline.core.unstepped import Unstepped
 from paceline.core.vote import NOT_FINITE, Bad, Place, Verdict, Vote, not_finite
 from paceline.core.window import BatchInHand, Window
 from paceline.errors import UsageError
@@ -137,6 +138,7 @@ class Engine:
         self.replicas = Replicas(self, self.options.check_replicas)
         self.noise = NoiseMeter(self)
         self.sizes = StepSizes(self)
+        self.unstepped = Unstepped(self)
         self.under_way = False  # a backward is
         self.asked = False  # to step; loss_scale.py looks whether a loss scaler did
         self.exchanged = self.landed = False  # the gradients of this step have left; their means are here
@@ -256,6 +258,8 @@ class Engine:
 
     def forward(self) -> None:
         """A forward in training begins."""
+        self.window.forward()
+        self._weigh_arrivals()
         self.refresh()
         for listener in self._listeners:
             listener()
@@ -281,6 +285,8 @@ class Engine:
 
     def begin(self) -> None:
         """The first gradient of a backward has arrived."""
+        keeps = any(part.state.staged for part in self.method.parts())
+        self.unstepped.backward(matters=keeps or not self.method.sync.due(self.ex.step))
         if self.exchanged and self.landed and self._thrown_away():
             self.rollback()
             self.window.over()
@@ -439,7 +445,8 @@ class Engine:
         if not self._sends:
             return
         self.exchanged, self.landed = True, False
-        if not self.overlap.on or self.noise.due or any(s.sparse for b in self.buckets for s in b.slots):
+        seen = self.overlap.watched() and not self.noise.due
+        if not seen or any(s.sparse for b in self.buckets for s in b.slots):
             self.land()
             return
         for b in self.buckets:  # whoever asks for them waits first, and then finds them there
@@ -497,10 +504,13 @@ class Engine:
         """The user called optimizer.step(); `do` is the optimizer's own. brings_gradients: it runs backward itself."""
         self.asked = True
         self.sizes.scheduled = int(self.idle)
+        self.unstepped.step()
         if self.idle:
             self.ex.step += 1
             return do()
-        self.window.use()
+        self.overlap.land()  # of a step that was called before, without a forward since
+        if not self._backwards:  # gradients made by hand: the end of a backward has said so otherwise
+            self.window.use()
         due = self.method.sync.due(self.ex.step)
         if due and not self.exchanged and (new := self.by_hand.changed()):
             self.take_up(new)

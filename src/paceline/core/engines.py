@@ -1,8 +1,10 @@
 """All engines of this worker, in the order they were made.
 
 [Note: forgotten] A worker alone forgets an engine when the user has dropped the model, the optimizer and whatever else
-was prepared with it, and what the engine held is free again: memory, threads, state on disk. Among others an engine
-stays to the end, because all must then settle the same ones, and when garbage is collected is chance.
+was prepared with it, and what the engine held is free again: memory, threads, state on disk. Among others all must
+settle the same ones, and when garbage is collected is chance. So there an engine stays until the next `prepare`: then
+each worker collects its garbage, and those that are gone on every worker are forgotten. A new engine takes over the
+lanes of one that was.
 
 Torch does not show the garbage collector what a hook that runs after a gradient was written refers to. A parameter
 whose hook leads to its engine, and so back to the parameter, would stay for ever: such hooks are made `weakly`.
@@ -16,8 +18,10 @@ for, and tells them not to count the step.
 
 from __future__ import annotations
 
+import gc
+import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -73,6 +77,24 @@ class Engines:
         self._all.append(weakref.ref(engine))
         if not self._alone:
             self._kept.append(engine)
+
+    def collect(self) -> list[bool]:
+        """Let those go that are not used any more; says of each whether it is still there. Among others only."""
+        refs, self._kept = self._all, []
+        gc.collect()
+        there = [ref() for ref in refs]
+        self._kept = [engine for engine in there if engine is not None]
+        return [engine is not None for engine in there]
+
+    def keep(self, there: Sequence[bool]) -> None:
+        """Forget all but those that are there on every worker."""
+        self._all = [ref for ref, stays in zip(self._all, there, strict=True) if stays]
+        self._kept = list(self)
+
+    def free_lane(self) -> str:
+        """The first lane for gradients that no engine uses."""
+        used = {engine.options.lane for engine in self}
+        return next(name for i in itertools.count() if (name := f"gradients {i}") not in used)
 
     def __iter__(self) -> Iterator[Engine]:
         return (engine for ref in self._all if (engine := ref()) is not None)

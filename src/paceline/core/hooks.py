@@ -24,6 +24,7 @@ from paceline.core.bucket import Bucket, Slot
 from paceline.core.engine import Engine, Watch
 from paceline.core.engines import Engines, weakly
 from paceline.core.lookout import lookout
+from paceline.errors import UsageError
 from paceline.telemetry.left_behind import LeftBehind
 
 
@@ -58,9 +59,7 @@ class Hooks:
         after = [
             s.param.register_post_accumulate_grad_hook(weakly(s, _arrival(engine, b, s, self.engines))) for s in b.slots
         ]
-        return after + [
-            _accumulator(s).register_prehook(_before_arrival(engine, s)) for s in b.slots if engine.overlap.on
-        ]
+        return after + [_accumulator(s).register_prehook(_before_arrival(engine)) for s in b.slots if engine.overlap.on]
 
     def weights(self, engine: Engine, b: Bucket) -> Watch:
         """Multiply this bucket's gradients by `window.scale` before they are accumulated.
@@ -91,11 +90,14 @@ class Hooks:
             return None
         self._crossed = True
         for model in self.models:
-            model.register_forward_pre_hook(LeftBehind(lambda *_: lookout().begin_forward(engine.overlap)))
+            # Before the user's own hooks, which may compute with parameters: the old `weight_norm` does.
             model.register_forward_hook(LeftBehind(lambda *_: lookout().end_forward()), always_call=True)
             for module in model.modules():
                 if module is model or any(True for _ in (*module.parameters(False), *module.buffers(False))):
-                    module.register_forward_pre_hook(LeftBehind(_layer(engine, module, root=module is model)))
+                    module.register_forward_pre_hook(LeftBehind(_layer(engine, module)), prepend=True)
+            model.register_forward_pre_hook(
+                LeftBehind(lambda *_: lookout().begin_forward(engine.overlap)), prepend=True
+            )
             model.register_state_dict_pre_hook(LeftBehind(lambda *_: engine.overlap.land()))
             model.register_load_state_dict_pre_hook(LeftBehind(lambda *_: engine.overlap.land()))
         engine.optimizer.register_state_dict_pre_hook(lambda *_: engine.overlap.land())
@@ -114,9 +116,9 @@ def _accumulator(slot: Slot) -> Any:
     return slot.accumulator
 
 
-def _before_arrival(engine: Engine, slot: Slot) -> Callable[[tuple[Tensor, ...]], None]:
+def _before_arrival(engine: Engine) -> Callable[[tuple[Tensor, ...]], None]:
     """Runs before autograd adds to p.grad, which may still be on its way."""
-    return lambda grads: engine.overlap.gradient(slot.param)
+    return lambda grads: engine.overlap.gradient()
 
 
 def _arrival(engine: Engine, b: Bucket, slot: Slot, engines: Engines) -> Callable[[Tensor], None]:
@@ -157,6 +159,7 @@ def _wrap_optimizer(engine: Engine, engines: Engines) -> None:
     step, zero_grad = optimizer.step, optimizer.zero_grad
 
     def paced_step(self: Any, closure: Callable[[], float] | None = None) -> Any:
+        _refuse_in_backward("optimizer.step()")
         engines.give_up_raised()
         engine.refresh()
         if closure is None:
@@ -170,6 +173,7 @@ def _wrap_optimizer(engine: Engine, engines: Engines) -> None:
         return loss
 
     def paced_zero_grad(self: Any, set_to_none: bool = True) -> None:
+        _refuse_in_backward("optimizer.zero_grad()")
         engines.give_up_raised()
         engine.zero_grad(lambda: zero_grad(set_to_none), in_place=not set_to_none)
 
@@ -179,6 +183,15 @@ def _wrap_optimizer(engine: Engine, engines: Engines) -> None:
         paced_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = types.MethodType(paced_step, optimizer)  # type: ignore[method-assign]
     optimizer.zero_grad = types.MethodType(paced_zero_grad, optimizer)  # type: ignore[method-assign]
+
+
+def _refuse_in_backward(what: str) -> None:
+    if torch._C._current_graph_task_id() != -1:
+        raise UsageError(
+            f"{what} was called inside a backward",
+            why="a gradient has not been agreed on when a hook of the backward sees it",
+            do="call it when backward has returned; a sharded layout frees each gradient as soon as it has left",
+        )
 
 
 def _watch_forward(engine: Engine, model: torch.nn.Module, scaler: Any, engines: Engines) -> None:
@@ -194,14 +207,18 @@ def _watch_forward(engine: Engine, model: torch.nn.Module, scaler: Any, engines:
 
 
 def _compiled(module: torch.nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    return (
+        isinstance(module, torch.jit.ScriptModule)
+        or hasattr(module, "_orig_mod")
+        or getattr(module, "_compiled_call_impl", None) is not None
+    )
 
 
-def _layer(engine: Engine, module: torch.nn.Module, *, root: bool) -> Callable[[torch.nn.Module, Any], None]:
+def _layer(engine: Engine, module: torch.nn.Module) -> Callable[[torch.nn.Module, Any], None]:
     """Runs before a layer's forward: see overlap.py."""
 
     def before(called: torch.nn.Module, args: Any) -> None:
         if called is module:  # not a copy of it
-            engine.overlap.forward(module.parameters(recurse=False), root=root)
+            engine.overlap.forward(module.parameters(recurse=False))
 
     return before

@@ -3,9 +3,10 @@
 [Note: lookout] Between `step()` and the next forward, and between `backward` and `step()`, an order that crosses the
 barrier owes the user values that have not landed. Any torch operation on memory of a parameter, of a gradient or of the
 optimizer's state has them land first: a mode on torch's stack sees each one, attribute reads like `.data`, methods like
-`.numpy()` and copies included. Only what asks for no element (shapes, types, `p.grad` itself) passes. It is not on the
-stack during a forward of the model, where every layer waits for its own parameters, nor during a backward, of which
-torch's own stack sees one call.
+`.numpy()` and copies included. Only what asks for no element (shapes, types, `p.grad` itself) passes. During a forward
+of the model every layer waits for its own parameters, and what is used in another way (a weight that another module
+reads, a parametrization) lands when it is touched; once all have landed the mode leaves the stack until the forward
+ends. Of a backward torch's stack sees one call. A loop that never calls the model is not watched, and has its barrier.
 
 The mode lies at the bottom of the stack: whoever has pushed another one before may pop it at any time.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -50,11 +51,11 @@ class Owing(Protocol):
     def owes(self) -> bool:
         """Are there values that have not landed?"""
 
-    def owed(self) -> Iterable[Tensor]:
-        """The tensors whose values they are."""
+    def owed(self) -> Container[int]:
+        """The memory where these values are to be: what `memory` gives."""
 
-    def looked_at(self) -> None:
-        """Somebody looks at them now: have them there."""
+    def looked_at(self, touched: Iterable[int], *, in_forward: bool) -> None:
+        """Somebody looks at this memory now: have the values there."""
 
 
 class Lookout(TorchFunctionMode):
@@ -69,8 +70,10 @@ class Lookout(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _HARMLESS:
             for one in self._all():
-                if one.owes and _touches((args, kwargs), one):
-                    one.looked_at()
+                if one.owes:
+                    owed = one.owed()
+                    if touched := [x for x in memory(_tensors((args, kwargs))) if x in owed]:
+                        one.looked_at(touched, in_forward=self._depth > 0)
         return func(*args, **(kwargs or {}))
 
     def _all(self) -> Iterator[Owing]:
@@ -81,7 +84,22 @@ class Lookout(TorchFunctionMode):
         if all(known is not one for known in self._all()):
             self._owing = [*(ref for ref in self._owing if ref() is not None), weakref.ref(one)]
         self._depth += 1
-        self._leave()
+        self.rest()
+
+    def rest(self) -> None:
+        """Leave the stack for the rest of a forward, if nothing is owed any more."""
+        if self._depth:
+            self.leave()
+
+    def leave(self) -> None:
+        """Leave the stack until a forward has ended, if nothing is owed: no thread may end with a mode on its stack."""
+        if self._there and not any(one.owes for one in self._all()):
+            self._there = False
+            _restack(lambda modes: [mode for mode in modes if mode is not self])
+
+    def watches(self, one: Owing) -> bool:
+        """Would it see now who looks at what this one owes?"""
+        return self._there and any(known is one for known in self._all())
 
     def end_forward(self) -> None:
         """It has ended, or raised."""
@@ -89,16 +107,6 @@ class Lookout(TorchFunctionMode):
         if not self._depth and not self._there:
             self._there = True
             _restack(lambda modes: [self, *modes])
-
-    def rest(self) -> None:
-        """Leave the stack until the next forward, if nothing is owed: no thread may end with a mode on its stack."""
-        if not any(one.owes for one in self._all()):
-            self._leave()
-
-    def _leave(self) -> None:
-        if self._there:
-            self._there = False
-            _restack(lambda modes: [mode for mode in modes if mode is not self])
 
 
 _here = threading.local()
@@ -119,11 +127,6 @@ def _restack(change: Callable[[list[Any]], list[Any]]) -> None:
         torch._C._push_on_torch_function_stack(mode)
 
 
-def _touches(arguments: Any, one: Owing) -> bool:
-    found = list(_memory(_tensors(arguments)))
-    return bool(found) and not set(found).isdisjoint(_memory(one.owed()))
-
-
 def _tensors(x: Any) -> Iterator[Tensor]:
     if isinstance(x, Tensor):
         yield x
@@ -134,7 +137,7 @@ def _tensors(x: Any) -> Iterator[Tensor]:
         yield from _tensors(list(x.values()))
 
 
-def _memory(tensors: Iterable[Tensor]) -> Iterator[int]:
+def memory(tensors: Iterable[Tensor]) -> Iterator[int]:
     """What tells memory apart, whatever tensors share it. Those without memory of their own have none."""
     for x in tensors:
         if x.layout is torch.strided and not x.is_meta:

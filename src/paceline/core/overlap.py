@@ -17,9 +17,10 @@ never be crossed, `off` says why, once.
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,9 +28,8 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from paceline.core.bucket import Bucket
-from paceline.core.lookout import lookout
+from paceline.core.lookout import lookout, memory
 from paceline.core.vote import Verdict
-from paceline.errors import UsageError
 from paceline.telemetry.events import Note
 
 if TYPE_CHECKING:
@@ -45,12 +45,11 @@ class Overlap:
         self._step: Callable[[], Any] | None = None  # the optimizer's own: the user has called it
         self._zero: Callable[[], None] | None = None  # the optimizer's zero_grad, called after it
         self._groups: list[dict[str, Any]] = []  # as they were: a scheduler may have changed them by now
+        self._state: _WatchedState | None = None  # stands in the place of the optimizer's, while an update is under way
+        self._memory: dict[int, set[int]] = {}  # what an update under way will write, and the indices of its buckets
         self._due: dict[int, Bucket] = {}  # by index: not updated yet
         self.used: list[list[bool]] = []  # of each bucket, which parameters any worker has used
         self._decided = False  # it is known that the step counts
-        self._called: set[int] = set()  # parameters (by id) whose module's forward has begun
-        self._uncalled: set[int] = set()  # those used without it: they must be there when any forward begins
-        self._late: set[int] = set()  # those that had not landed when the whole model's forward began
         self._landing = False  # what is done to parameters and gradients now is done here
         self._told: set[str] = set()  # why a barrier was kept
 
@@ -88,11 +87,27 @@ class Overlap:
 
     def defer(self, step: Callable[[], Any]) -> None:
         """Make the optimizer's step later, bucket by bucket."""
-        self._step, self._decided = step, False
-        self._called.clear()
-        self.engine.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
-        self._groups = [dict(group) for group in self.engine.optimizer.param_groups]
+        optimizer: Any = self.engine.optimizer
+        optimizer._opt_called = True  # what a scheduler looks for
+        with self._at_work():
+            self._groups = [
+                {key: x.clone() if isinstance(x, Tensor) else x for key, x in group.items()}
+                for group in optimizer.param_groups
+            ]
+            self._memory.clear()
+            for b in self.engine.buckets:
+                for x in memory(self._written(b)):
+                    self._memory.setdefault(x, set()).add(b.index)
         self._due = {b.index: b for b in self.engine.buckets}
+        self._state = optimizer.state = _WatchedState(optimizer.state, self.land)
+        self._step, self._decided = step, False
+
+    def _written(self, b: Bucket) -> Iterator[Tensor]:
+        """What this bucket's update will write."""
+        yield b.flat
+        for s in b.slots:
+            yield s.param
+            yield from (x for x in self.engine.optimizer.state.get(s.param, {}).values() if isinstance(x, Tensor))
 
     def zero_grad(self, do: Callable[[], None], *, in_place: bool) -> None:
         """The user called `optimizer.zero_grad()` after `step`. in_place: gradients stay and become zero, which must
@@ -103,35 +118,19 @@ class Overlap:
         else:
             do()
 
-    def forward(self, params: Iterable[Tensor], *, root: bool) -> None:
-        """The forward of a module that uses these parameters begins. root: it is the whole model's."""
-        own = [id(p) for p in params]
-        self._called.update(own)
+    def forward(self, params: Iterable[Tensor]) -> None:
+        """The forward of a module that uses these parameters begins."""
         if self._step is not None:
-            own += self._uncalled if root else ()
+            own = [id(p) for p in params]
             some = [b for b in self._due.values() if any(id(s.param) in own for s in b.slots)]
             if some or not self._decided:
                 self._land(some)
-        if root:
-            self._late = {id(s.param) for b in self._due.values() for s in b.slots}
+            lookout().rest()
 
-    def gradient(self, param: Tensor) -> None:
-        """A gradient is about to be added to p.grad."""
-        if id(param) not in self._called and id(param) not in self._uncalled:
-            self._uncalled.add(id(param))
-            if id(param) in self._late:
-                self._refuse_stale(param)
+    def gradient(self) -> None:
+        """A gradient is about to be added to a p.grad."""
         self.land()
         self.barrier()
-
-    def _refuse_stale(self, param: Tensor) -> None:
-        """A parameter was used before its update, because until now it was only used by its own module."""
-        name = next(s.name for b in self.engine.buckets for s in b.slots if s.param is param)
-        raise UsageError(
-            f"{name} was used without calling the module it belongs to, for the first time",
-            why=f"with {self.engine.method.order.name} its last update was still under way, and nothing waited for it",
-            do="call its module, or use order=backward; from now on this forward waits for it",
-        )
 
     def land(self) -> None:
         """Make all of the update under way."""
@@ -141,7 +140,16 @@ class Overlap:
     def settle(self) -> None:
         """Make all of the update under way, and look out no more until the next forward."""
         self.land()
-        lookout().rest()
+        lookout().leave()
+
+    def watched(self) -> bool:
+        """May the barrier be crossed? Only where it is seen who looks at what is owed then: [Note: lookout]."""
+        if not self.on:
+            return False
+        seen = lookout().watches(self)
+        if not seen:
+            self.say("the model itself is never called, or in another thread")
+        return seen
 
     @property
     def owes(self) -> bool:
@@ -149,17 +157,17 @@ class Overlap:
         waiting = self.on and self.engine.exchanged and not self.engine.landed
         return not self._landing and (self._step is not None or waiting)
 
-    def owed(self) -> Iterator[Tensor]:
-        """The tensors whose values they are: gradients, and after `step` parameters and the optimizer's state."""
-        yield from (b.flat for b in self.engine.buckets)
-        if self._step is not None:
-            state = self.engine.optimizer.state
-            for s in (s for b in self.engine.buckets for s in b.slots):
-                yield s.param
-                yield from (x for x in state.get(s.param, {}).values() if isinstance(x, Tensor))
+    def owed(self) -> Container[int]:
+        """The memory of these values: of gradients, and after `step` of parameters and the optimizer's state."""
+        return self._memory if self._step is not None else set(memory(b.flat for b in self.engine.buckets))
 
-    def looked_at(self) -> None:
-        """An operation is about to use them."""
+    def looked_at(self, touched: Iterable[int], *, in_forward: bool) -> None:
+        """An operation is about to use this memory. In a forward the other buckets may land later."""
+        if in_forward and self._step is not None:
+            theirs = {i for x in touched for i in self._memory[x]}
+            if some := [b for i, b in self._due.items() if i in theirs]:
+                self._land(some)
+            return
         self.land()
         if self.barrier():
             self.say("gradients are looked at before it")
@@ -235,17 +243,62 @@ class Overlap:
         here, optimizer = {id(s.param) for s in b.slots}, self.engine.optimizer
         groups = [{**group, "params": [p for p in group["params"] if id(p) in here]} for group in self._groups]
         whole, optimizer.param_groups = optimizer.param_groups, [group for group in groups if group["params"]]
+        assert self._state is not None
+        assert self._step is not None
+        users, optimizer.state = optimizer.state, self._state.true
         try:
             with torch.enable_grad():
-                assert self._step is not None
                 self._step()
         finally:
-            optimizer.param_groups = whole
+            optimizer.param_groups, optimizer.state = whole, users
 
     def _close(self) -> None:
+        optimizer: Any = self.engine.optimizer
+        if self._state is not None and optimizer.state is self._state:  # else the user has put another one there
+            optimizer.state = self._state.true
+        self._state = None
+        self._memory.clear()
         self._step, zero_grad, self._zero = None, self._zero, None
         if zero_grad is not None:
             zero_grad()
+
+
+class _WatchedState:
+    """Stands in the place of the optimizer's state while an update is under way: whoever asks for it has that land."""
+
+    def __init__(self, true: Any, land: Callable[[], None]) -> None:
+        self.true, self._land = true, land
+
+    def _now(self) -> Any:
+        self._land()
+        return self.true
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._now()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._now()[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._now()[key]
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._now()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._now())
+
+    def __len__(self) -> int:
+        return len(self._now())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._now(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._now().__reduce_ex__(protocol)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._now(), name)
 
 
 def _has_hooks(optimizer: Any) -> bool:

@@ -14,6 +14,10 @@ it is where this worker's share w_r / T is the same in each, and stays in propor
 backward is refused. A batch handed out where no gradients are computed, or by a loop that has ended since while others
 went on, was for an evaluation and does not count. Batches that were collected (`list(loader)`, one backward for the
 losses of a whole loop) are weighed by the last of them, so they must all be shared alike too.
+
+A loop may fetch the next batch before the backward of this one. Where that happens between forward and backward, the
+new batch comes to hand when the backward is over. Where it happens before the forward, nothing tells which batch the
+forward is of: then each batch must be shared as the one before it.
 """
 
 from __future__ import annotations
@@ -66,6 +70,10 @@ class Window:
         self._used = False  # a backward has begun since they were handed out
         self._first: dict[int, float] = {}  # the first totals in this window
         self._handed: dict[int, int] = {}  # batches handed out by now
+        self._computed = False  # a forward has begun since the batches in hand were handed out
+        self._fetched: list[tuple[BatchInHand, int, bool]] = []  # after that forward and before its backward
+        self._newest: dict[int, BatchInHand] = {}  # those handed out last where gradients are computed
+        self._ahead: set[int] = set()  # loaders that have handed out one batch after the other, with nothing between
 
     @property
     def usual(self) -> float:
@@ -95,7 +103,29 @@ class Window:
 
     def take(self, batch: BatchInHand, loader: int = 0, *, trains: bool = True) -> None:
         """A loader hands out a batch. trains: gradients are computed at the moment."""
+        if self._computed and not self._used:
+            self._fetched.append((batch, loader, trains))
+        else:
+            self._take(batch, loader, trains=trains)
+
+    def forward(self) -> None:
+        """A forward in training begins."""
+        self._take_fetched()
+        self._computed = True
+
+    def _take_fetched(self) -> None:
+        self._computed = False
+        for batch, loader, trains in self._fetched:
+            self._take(batch, loader, trains=trains)
+        self._fetched.clear()
+
+    def _take(self, batch: BatchInHand, loader: int, *, trains: bool) -> None:
         self._handed[loader] = self.number = self._handed.get(loader, 0) + 1
+        if self._used and loader in self._ended:  # another epoch
+            self._newest.pop(loader, None)
+            self._ahead.discard(loader)
+        elif trains and not self._used and not self._computed and loader in self._newest:
+            self._ahead.add(loader)
         self._ended.discard(loader)
         if self._used:
             self._hand.clear()
@@ -104,12 +134,15 @@ class Window:
         for gone in self._ended:
             self._hand.pop(gone, None)
         before = self._hand.pop(loader, None)
+        if before is None and loader in self._ahead:
+            before = self._newest[loader]
         if before is not None and not _alike(self._shares(loader, before), self._shares(loader, batch)):
             self._unlike.add(loader)
         self._hand[loader] = batch
         self._training.discard(loader)
         if trains:
             self._training.add(loader)
+            self._newest[loader] = batch
         self._weigh()
 
     def renumber(self) -> None:
@@ -125,8 +158,9 @@ class Window:
             self._weigh()
 
     def use(self) -> None:
-        """A backward has begun or ended: the next batch handed out is for another one."""
+        """A backward has ended: the next batch handed out is for another one."""
         self._used = True
+        self._take_fetched()
 
     def count(self) -> None:
         """A backward begins. A batch counts once, however many backwards it takes."""
@@ -199,13 +233,14 @@ class Window:
         """Raise if one weight would not be right for all batches in hand."""
         batches = [*self._counting().items()]
         for loader, batch in batches:
-            if loader in self._ended and loader in self._unlike:
+            if loader in self._unlike and (loader in self._ended or loader in self._ahead):
                 raise UsageError(
-                    f"the loop over loader {loader + 1} has ended, and its batches were shared differently: worker "
-                    f"{self.group.rank} had {batch.weight:g} of {batch.total:g} of the last one",
+                    f"loader {loader + 1} has handed out several batches before this backward, shared differently: "
+                    f"worker {self.group.rank} has {batch.weight:g} of {batch.total:g} of the last one",
                     why="a backward is weighed by the batch that was handed out last, and this one may be of others",
-                    do="have a backward for each batch while the loop goes on, or give the loader a batch size that all"
-                    " workers share equally, and drop_last=True; read what is only evaluated under torch.no_grad()",
+                    do="fetch a batch when the backward of the one before it is over, or give the loader a batch size "
+                    "that all workers share equally, and drop_last=True; read what is only evaluated under "
+                    "torch.no_grad()",
                 )
         for other, batch in batches[1:]:
             one, first = batches[0]

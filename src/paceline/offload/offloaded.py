@@ -511,4 +511,7 @@ def _runs(places: Iterable[slice]) -> Iterator[tuple[int, int]]:
 
 
 def _norms(tensors: list[Tensor]) -> list[Tensor]:
-    return list(torch._foreach_norm(tensors, 2, torch.float32)) if tensors else []
+    """Norms in fp32 at least."""
+    if not tensors:
+        return []
+    return list(torch._foreach_norm(tensors, 2, torch.promote_types(tensors[0].dtype, torch.float32)))

@@ -87,7 +87,7 @@ def assemble(
             measure_noise=settings.advice,
             bucket_bytes=bucket_bytes,
             first_bytes=first_bytes,
-            lane=f"gradients {len(engines)}",
+            lane=engines.free_lane(),
             shares_backward=len(objects.optimizers) > 1,
             averages_buffers=averages_buffers,
         ),

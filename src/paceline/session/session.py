@@ -187,6 +187,13 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------ prepare
 
+    def forget_gone(self) -> None:
+        """Forget engines whose models and optimizers are gone on every worker: [Note: forgotten], engines.py."""
+        if len(self.engines) and self.group.world_size > 1:
+            there = torch.tensor(self.engines.collect(), dtype=torch.float32)
+            everywhere = self.control.sum(there).wait() == self.group.world_size
+            self.engines.keep(everywhere.tolist())
+
     def check_new(self, objects: Objects) -> None:
         """Refuse an optimizer that is prepared already."""
         if any(id(optimizer) in self.by_optimizer for optimizer in objects.optimizers):

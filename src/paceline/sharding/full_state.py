@@ -30,6 +30,30 @@ if TYPE_CHECKING:
 _ELEMENTS = "elements"
 
 
+class ShardedState(defaultdict[Tensor, Any]):
+    """The optimizer's state where workers have shards of it: who asks for that of a whole parameter is refused.
+
+    It would be empty, as if the optimizer had never stepped, and an optimizer whose other methods look there (`eval` of
+    a schedule-free one, `first_step`) would do nothing at all.
+    """
+
+    def __init__(self, known: Mapping[Tensor, Any], buckets: Sequence[Bucket]) -> None:
+        super().__init__(dict, known)
+        self._buckets = buckets
+
+    def __missing__(self, key: Tensor) -> Any:
+        if name := next((s.name for b in self._buckets for s in b.slots if s.param is key), None):
+            raise UsageError(
+                f"the optimizer's state of {name} is asked for, and is in shards, one on each worker",
+                why="with this layout no worker holds the state of a whole parameter",
+                do="read optimizer.state_dict(), which every worker must call, or use the layout replicated",
+            )
+        return super().__missing__(key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+
 def take(b: Bucket, shards: Sequence[Shard], optimizer: Optimizer) -> None:
     """Let each shard take its part of what the optimizer remembers of the parameter, which is then removed."""
     if not any(s.param in optimizer.state for s in b.slots):

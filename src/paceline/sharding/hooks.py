@@ -62,7 +62,7 @@ def check_loading(models: Sequence[nn.Module], ex: Exchange) -> None:
     go on with a mixture of both.
     """
     for model in models:
-        model.register_load_state_dict_post_hook(_after_loading(model, ex))
+        model.register_load_state_dict_post_hook(LeftBehind(_after_loading(model, ex)))
 
 
 def _after_loading(model: nn.Module, ex: Exchange) -> Callable[[nn.Module, Any], None]:
@@ -102,15 +102,20 @@ def unshard_for_modules(models: Sequence[nn.Module], unsharding: Unsharding) -> 
         for module in new:
             unsharding.modules.add(module)
             if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-                raise MethodError(
-                    "parameters that come and go do not go together with torch.compile",
-                    why="a compiled model is one piece, and needs all its parameters at once",
-                    do="use the layout zero2, or do not compile",
-                )
+                _refuse_compiled()
             if any(True for _ in _parameters(module)):
                 _unshard_for_module(module, unsharding)
         if any(module is model for module in new):
             model.register_forward_hook(LeftBehind(_end_evaluation(model, unsharding)))
+
+
+@torch._disable_dynamo  # it breaks a graph under way, so that the error is raised where the model is called
+def _refuse_compiled() -> NoReturn:
+    raise MethodError(
+        "parameters that come and go do not go together with torch.compile",
+        why="a compiled model is one piece, and needs all its parameters at once",
+        do="use the layout zero2, or do not compile",
+    )
 
 
 def _parameters(module: nn.Module) -> list[Tensor]:
@@ -155,6 +160,8 @@ def _unshard_for_module(module: nn.Module, unsharding: Unsharding) -> None:
     def before(called: nn.Module, args: Any, kwargs: Any) -> None:
         if called is not module:  # a copy of it
             return
+        if torch.compiler.is_compiling():  # it was compiled after prepare
+            _refuse_compiled()
         calls.append(call := ModuleCall(unsharding, buckets))
         if torch.is_grad_enabled() and (x := _only_input(module, args, kwargs)) is not None:
             x.register_hook(lambda _: call.over())

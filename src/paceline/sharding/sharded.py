@@ -119,6 +119,11 @@ class ShardedLayout(Layout):
             ShardedGrad.show(s, mine, ex.comm)
         self._hooks += hooks.watch_arrivals(b.slots)
         full_state.take(b, self.bucket_shards[b.index], ex.optimizer)
+        self._guard_state(ex)
+
+    def _guard_state(self, ex: Exchange) -> None:
+        if not isinstance(ex.optimizer.state, full_state.ShardedState):
+            ex.optimizer.state = full_state.ShardedState(ex.optimizer.state, ex.buckets)
 
     def _cut(self, b: Bucket, ex: Exchange) -> list[Shard]:
         offloaded, source = self._offloaded(b, ex), self.source(b, ex)
@@ -277,3 +282,4 @@ class ShardedLayout(Layout):
         self._loading = {}
         for b in ex.buckets:
             full_state.take(b, self.bucket_shards[b.index], ex.optimizer)
+        self._guard_state(ex)

@@ -13,7 +13,7 @@ gone: whatever is done with it is refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -66,6 +66,18 @@ class ShardedGrad(Tensor):
         for shard in self.shards:
             shard.grad()
 
+    def numpy(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _refused("numpy")
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _refused("numpy")
+
+    def tolist(self) -> NoReturn:
+        raise _refused("tolist")
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _refused("dlpack")
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedGrad({list(self.shape)}, in shards on {self.comm.world_size} workers)"
 
@@ -90,15 +102,19 @@ class ShardedGrad(Tensor):
             return _unscale(grads, *rest)
         if name == "detach":
             return ShardedGrad(args[0], args[0].shards, args[0].comm, args[0].gone)
-        raise UsageError(
-            f"{name}: this gradient is in shards, one on each worker",
-            why="with this layout no worker holds the elements of a whole mean gradient",
-            do="clip with torch.nn.utils, scale it in place, take its norm; for more, use the layout replicated",
-        )
+        raise _refused(name)
 
 
 # Without this torch would ask for every norm by itself, in an exchange each.
 _foreach_utils._foreach_supported_types.append(ShardedGrad)  # type: ignore[arg-type]
+
+
+def _refused(what: str) -> UsageError:
+    return UsageError(
+        f"{what}: this gradient is in shards, one on each worker",
+        why="with this layout no worker holds the elements of a whole mean gradient",
+        do="clip with torch.nn.utils, scale it in place, take its norm; for more, use the layout replicated",
+    )
 
 
 def _check_there(what: str, args: Sequence[Any]) -> None:

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from paceline.core.bucket import Bucket, Slot
 from paceline.core.cutting import cut
@@ -184,7 +185,7 @@ class Unsharding:
     def unshard(self, indices: list[int], *, backward: bool = False, ordered: bool = True) -> None:
         """Make the parameters of these buckets whole, and wait for them."""
         order = self.order[backward or torch.is_grad_enabled()] if ordered else UnshardOrder()
-        with self.ex.recorder.waiting(), torch.no_grad():
+        with self.ex.recorder.waiting(), torch.no_grad(), temporarily_clear_interpreter_stack():
             for i in indices:
                 if not self.buckets[i].unsharded:
                     if not backward:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Graph = Literal["exponential", "full", "ring", "shift_one"]
 _NAIVE = (
     "weights travel whole between neighbours, and what is rounded off weights does not fade as what is rounded off "
-    "gradients does; naive compression of them needs tracked copies: use the sync gossip_lowbit, or the reducer exact"
+    "gradients does: naive compression of them needs tracked copies; use the sync gossip_lowbit, or the reducer exact"
 )
 
 

@@ -76,12 +76,16 @@ class LocalSGD(Sync):
             self.state[b.index, "x"] = b.weights()  # all workers start with the same weights
 
     async def on_step(self, b: Bucket, ex: Exchange) -> None:
-        turn = b.index * self.fragments // len(ex.buckets) * self.every // self.fragments
-        now = (ex.step + 1 + turn) % self.every
+        now = self._since(b, ex, ex.step + 1)
         if now == 0:
             self._flying[b.index] = Task(self._way(b, ex))
         if now == self.delay and b.index in self._flying:
             await self._arrive(b, ex)
+
+    def _since(self, b: Bucket, ex: Exchange, step: int) -> int:
+        """How many steps ago this bucket's turn began, when so many have been made."""
+        turn = b.index * self.fragments // len(ex.buckets) * self.every // self.fragments
+        return (step + turn) % self.every
 
     async def _way(self, b: Bucket, ex: Exchange) -> Tensor:
         w = self._sent[b.index] = b.weights(self._sent.get(b.index))
@@ -107,7 +111,13 @@ class LocalSGD(Sync):
         return x - delta
 
     async def centre(self, b: Bucket, ex: Exchange) -> Tensor:
-        return self.state[b.index, "x"] if (b.index, "x") in self.state else b.weights()
+        if (b.index, "x") not in self.state:
+            return b.weights()
+        x: Tensor = self.state[b.index, "x"]
+        if self._since(b, ex, ex.step) or self.delay:
+            return x
+        # All stand on the anchor, and what they have beside it the user has written since: weights that were clamped.
+        return x + await ex.exact(b.weights() - x)
 
     def settle(self, ex: Exchange) -> None:
         """Wait for the means under way and apply them early, on all workers alike."""

@@ -56,7 +56,7 @@ def amsgrad(job: Job):
 @loop(nonlinear=True)
 def rmsprop(job: Job):
     """RMSprop"""
-    return _with(torch.optim.RMSprop, job, lr=0.01)
+    return _with(torch.optim.RMSprop, job, lr=0.001)
 
 
 @loop(nonlinear=True)

@@ -97,11 +97,14 @@ def _by_halves(job: Job, model: nn.Module, x: Tensor) -> Tensor:
 
 
 def _parameters(model: nn.Module) -> dict[str, Any]:
-    """Parameters are compared; running statistics must be finite and alike on the workers."""
+    """Parameters are compared; running statistics must be finite and alike on the workers. A worker that steps alone
+    counts its batches alone.
+    """
     names = {name for name, _ in model.named_parameters()}
     state = model.state_dict()
     own = {name: x for name, x in state.items() if name in names}
-    return {"weights": own, "law": {name: x for name, x in state.items() if name not in names}}
+    rest = {name: x for name, x in state.items() if name not in names and not name.endswith("num_batches_tracked")}
+    return {"weights": own, "law": rest}
 
 
 def _norms() -> nn.Module:
