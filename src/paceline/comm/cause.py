@@ -59,7 +59,8 @@ class Cause:
         return error
 
     def encode(self) -> str:
-        return json.dumps(asdict(self))
+        texts = {name: text[:_LONGEST] if isinstance(text, str) else text for name, text in asdict(self).items()}
+        return json.dumps(texts)
 
     @classmethod
     def decode(cls, text: str) -> Cause:

@@ -25,6 +25,7 @@ from typing import Any
 from paceline.comm.frames import Code, Frame, FrameError, pack
 from paceline.errors import MismatchError, UsageError, plain
 
+JOB = "PACELINE_JOB"  # the name of the job
 SECRET, SECRET_FILE = "PACELINE_SECRET", "PACELINE_SECRET_FILE"
 NONCE = 32  # bytes
 _VERSION = b"paceline store 1"
@@ -38,7 +39,7 @@ def read_secret(env: Mapping[str, str] = os.environ) -> bytes:
     path, text = env.get(SECRET_FILE), env.get(SECRET)
     if path and text:
         raise UsageError(f"{SECRET_FILE} and {SECRET} are both set", do="set one of them")
-    found = _from_file(Path(path)) if path else (text or "").strip().encode()
+    found = _from_file(Path(path)) if path else os.fsencode((text or "").strip())
     if not _SHORTEST_SECRET <= len(found) <= _LONGEST_SECRET and (found or path):
         raise UsageError(
             f"the secret in {SECRET_FILE if path else SECRET} has {len(found)} bytes",
@@ -82,6 +83,10 @@ class Credentials:
     def new(cls, secret: bytes, terms: str = "") -> Credentials:
         """Those of a job that begins."""
         return cls(secrets.token_hex(16), secret, terms)
+
+    def variables(self) -> dict[str, str]:
+        """The environment by which a process that this one starts is let in, too."""
+        return {JOB: self.job, SECRET: os.fsdecode(self.secret), SECRET_FILE: ""}
 
     # ------------------------------------------------------------------------------------------ the client's side
 

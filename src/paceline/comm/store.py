@@ -20,9 +20,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paceline.comm.credentials import NONCE, Credentials
+from paceline.comm.credentials import JOB, NONCE, Credentials, read_secret
 from paceline.comm.frames import LONGEST_GREETING, Code, Frame, FrameError, joined, number, pack, parse, split
-from paceline.comm.store_address import StoreAddress, same_user
+from paceline.comm.store_address import STORE, StoreAddress, same_user
 from paceline.errors import MismatchError, PeerError, PeerTimeoutError, plain
 
 ANSWER_S = 15.0  # within which the store answers whatever need not wait
@@ -71,9 +71,17 @@ class StoreConnection:
     told: what the server tells everybody whom it lets in.
     """
 
-    def __init__(self, sock: socket.socket, address: StoreAddress, told: dict[str, Any], unread: bytes = b"") -> None:
-        self.address, self.told = address, told
+    def __init__(
+        self,
+        sock: socket.socket,
+        address: StoreAddress,
+        credentials: Credentials,
+        told: dict[str, Any],
+        unread: bytes = b"",
+    ) -> None:
+        self.address, self.credentials, self.told = address, credentials, told
         self.lost: str | None = None
+        self.alarm: Answer | None = None  # comes when there is nothing left to wait for: board.py
         self._sock, self._read = sock, bytearray(unread)
         self._numbers = itertools.count(1)
         self._pending: dict[int, Answer] = {}
@@ -104,7 +112,7 @@ class StoreConnection:
                     undo.callback(sock.close)
                     found = _greet(sock, address, credentials, who)
                     undo.pop_all()
-                return cls(sock, address, *found)
+                return cls(sock, address, credentials, *found)
             except OSError as error:  # it is not served yet, or its host does not answer
                 why = error.strerror or str(error)
             if left <= 0 or given_up():
@@ -119,6 +127,16 @@ class StoreConnection:
                 told = True
                 print(f"paceline: {who} waits for the store at {address}: {why}", file=sys.stderr, flush=True)
             time.sleep(pause := min(2 * pause, 0.2))
+
+    @classmethod
+    def invited(cls, who: str, seconds: float) -> StoreConnection:
+        """The connection of a process that one of the job's has started, with what `invitation` gave it."""
+        credentials = Credentials(os.environ.get(JOB, ""), read_secret())
+        return cls.open(StoreAddress.parse(os.environ.get(STORE, "")), credentials, who, seconds)
+
+    def invitation(self) -> dict[str, str]:
+        """The environment of a process that is to meet the others in this store."""
+        return {STORE: str(self.address), **self.credentials.variables()}
 
     # ------------------------------------------------------------------------------------------------ requests
 

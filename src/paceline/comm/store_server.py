@@ -116,6 +116,12 @@ class StoreServer:
             self._thread.join()
             os.close(self._wake)
 
+    def wait_until_left(self, seconds: float) -> None:
+        """Wait until nobody but the process that serves the store uses it, but not longer than that."""
+        end = time.monotonic() + seconds
+        while len(self._known) > 1 and time.monotonic() < end:
+            time.sleep(0.01)
+
     # ------------------------------------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
