@@ -10,8 +10,8 @@ milliseconds of it, whatever they wait for and whichever host it was on, and nee
 [Note: patience] How long is too long for a wait? A worker that is waited for may evaluate, save or compile for minutes,
 and from outside that looks as if it hangs. As long as its process is there and runs, only `timeout=` ends the wait. One
 that is dead, or whose host is cut off, is known from the store's connections, in milliseconds or some 8 s. One that is
-stopped (SIGSTOP) is found in /proc by the workers of its host; it is given eight times the longest wait or step that this
-worker has seen, and 10 s at least.
+stopped (SIGSTOP) is found in /proc by the workers of its host; it is given eight times the longest wait or step that
+this worker has seen, and 10 s at least.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.comm.cause import Cause
+from paceline.comm.cause import CAUSE, SAID, Cause
 from paceline.comm.frames import split
 from paceline.comm.store import Answer, Store, StoreLostError
 from paceline.comm.waiting import SLICE_S, EndedError
 from paceline.errors import MismatchError, PeerError, PeerTimeoutError, differ, plain, users_line
 
-SAID = "said"  # the key of what the workers want to be shown while they wait; the launcher shows it if there is one
+DEAD = "dead"  # the key of the rank whose connection has ended first
 _GRACE_S = 2.0  # how long workers wait for each other's messages before they report a worker as silent
 _LAUNCHER_S = 1.0  # how long the launcher is given to say how a worker died
 _LOOK_S = 0.5  # how often a worker that waits looks what the others wait for
@@ -54,7 +54,7 @@ class StoreBoard:
         self._agreed: dict[str, int] = {}
         self._news: Answer | None = None
         self._step: int | None = None
-        self._step_began = self._looked = time.monotonic()
+        self._step_began, self._looked = time.monotonic(), -_LOOK_S
         self._longest = 0.0  # seconds of a step, or of a wait that has ended well
         self._waiting_since: float | None = None
         self._told: set[str] = set()
@@ -108,7 +108,7 @@ class StoreBoard:
     def post_cause(self, error: BaseException) -> None:
         """Post the cause of a failure, unless one is posted already: later ones are consequences of the first."""
         cause = Cause.of(error, rank=self.rank, step=self.step, batch=self.where)
-        self.store.compare_set("cause", "", cause.encode())
+        self.store.compare_set(CAUSE, "", cause.encode())
         if isinstance(error, PeerError):
             error.posted = True
 
@@ -122,21 +122,21 @@ class StoreBoard:
             self._news = None
             return None
         key, value = found
-        if not key.endswith(b"dead"):
+        if not key.endswith(DEAD.encode()):
             return Cause.decode(value.decode(errors="replace")).error()
         return self._death(int(value) if value.isdigit() else None)
 
     def news(self) -> Answer:
         """Comes when there is a cause: [Note: news]."""
         if self._news is None:
-            self._news = self.store.connection.alarm = self.store.when_any(["cause", "dead"], _NEWS_S)
-            self.store.check("cause")  # the answers come in order: after this one, news that were there have come
+            self._news = self.store.connection.alarm = self.store.when_any([CAUSE, DEAD], _NEWS_S)
+            self.store.check(CAUSE)  # the answers come in order: after this one, news that were there have come
         return self._news
 
     def _death(self, worker: int | None) -> PeerError:
         """The error for a worker whose process is gone. The launcher, if there is one, soon knows how that came."""
         launched = self.store.connection.told.get("served_by") == "launcher"
-        if (found := self.store.get("cause", _LAUNCHER_S if launched else 0.0)) is not None:
+        if (found := self.store.get(CAUSE, _LAUNCHER_S if launched else 0.0)) is not None:
             return Cause.decode(found.decode(errors="replace")).error()
         gone = RuntimeError("its process ended without a word, or its host is cut off")
         return self._gave_up(_silence([] if worker is None else [worker], self.in_step, _place("an operation"), gone))

@@ -140,7 +140,7 @@ def _resolved(host: str) -> str:
 
 
 def attempt(env: Mapping[str, str] = os.environ) -> str:
-    """What another launcher or a batch system calls this attempt of this job, so that others' are told apart from it."""
+    """What another launcher or a batch system calls this attempt of this job, which tells it apart from others."""
     run = env.get("TORCHELASTIC_RUN_ID") or env.get("SLURM_JOB_ID") or "run"
     return f"paceline/{run}.{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 

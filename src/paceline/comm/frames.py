@@ -2,9 +2,9 @@
 
 [Note: frame] A frame is a head of 10 bytes, the length of all that follows it (u32), a number (u32), a code (u8) and
 how many fields there are (u8), and then the fields, each a length (u32) and so many bytes. All numbers are big-endian.
-An answer has the number of its request, so that answers may come in any order. Whoever reads a frame refuses one that is
-longer than he expects at that point before he has read it, and one whose lengths do not add up: no input makes him take
-more memory than he has allowed.
+An answer has the number of its request, so that answers may come in any order. A frame that is longer than its reader
+allows at that point is refused before it has been read, and so is one whose lengths do not add up: no input makes a
+reader take more memory than that.
 """
 
 from __future__ import annotations

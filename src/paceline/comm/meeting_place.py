@@ -13,12 +13,10 @@ import atexit
 import contextlib
 import datetime
 import json
-import os
 import secrets
 import shutil
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -30,13 +28,15 @@ import torch.distributed as dist
 from paceline.comm.credentials import Credentials, read_secret
 from paceline.comm.environment import Environment, attempt
 from paceline.comm.store import Store, StoreConnection
-from paceline.comm.store_address import StoreAddress, fits
+from paceline.comm.store_address import StoreAddress, make_folder
 from paceline.comm.store_server import StoreServer
 from paceline.errors import PeerTimeoutError, UsageError, plain
 
 T = TypeVar("T")
 
-_TRY_S = 2.0  # how long one address is tried before torch's store is asked again: it may hold that of an earlier attempt
+_TRY_S = (
+    2.0  # how long one address is tried before torch's store is asked again: it may hold that of an earlier attempt
+)
 
 
 @dataclass(frozen=True)
@@ -165,12 +165,6 @@ def _own_place(env: Environment) -> tuple[socket.socket, StoreAddress]:
         own = str(probe.getsockname()[0])
     listener = StoreAddress(host="127.0.0.1" if own == "0.0.0.0" else own).listen()
     return listener, StoreAddress(host=listener.getsockname()[0], port=listener.getsockname()[1])
-
-
-def make_folder(name: str = "paceline-") -> str:
-    """A new folder for a unix socket, which only this user can enter."""
-    usual = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix=name, dir=usual if fits(f"{usual}/{name}12345678/store") else "/tmp")
 
 
 def _listen(address: StoreAddress) -> socket.socket:

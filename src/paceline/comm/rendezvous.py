@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm import meeting_place
-from paceline.comm.board import StoreBoard
+from paceline.comm.board import DEAD, StoreBoard
 from paceline.comm.dist import Transport
 from paceline.comm.environment import Environment, check_transport
 from paceline.comm.group import Group
@@ -97,9 +97,7 @@ def meet(env: Environment, *, backend: str | None, timeout_s: float, group: Any 
 def _at(
     there: MeetingPlace, env: Environment, rank: int, world_size: int, backend: str, timeout_s: float
 ) -> Rendezvous:
-    return Rendezvous(
-        env, rank, world_size, backend, Transport(there.store(), backend, timeout_s), server=there.server
-    )
+    return Rendezvous(env, rank, world_size, backend, Transport(there.store(), backend, timeout_s), server=there.server)
 
 
 def _of_process_group(env: Environment, backend: str, timeout_s: float, group: Any) -> Rendezvous:
@@ -147,7 +145,7 @@ def _greet(store: Store, rank: int, world_size: int, timeout_s: float) -> StoreB
             do="give every worker its own RANK",
             worker=rank,
         )
-    store.leave_will("dead", str(rank))
+    store.leave_will(DEAD, str(rank))
     began = time.monotonic()
     answer, told = store.collect("here", world_size, timeout_s), False
     while not answer.has_come:

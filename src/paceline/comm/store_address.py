@@ -7,6 +7,7 @@ import re
 import socket
 import struct
 import sys
+import tempfile
 from typing import NamedTuple
 
 from paceline.errors import UsageError
@@ -74,9 +75,11 @@ class StoreAddress(NamedTuple):
         return sock
 
 
-def fits(path: str) -> bool:
-    """Whether the kernel takes this path for a unix socket."""
-    return len(os.fsencode(path)) <= _LONGEST_PATH
+def make_folder(name: str = "paceline-") -> str:
+    """A new folder for a unix socket, which only this user can enter."""
+    usual = tempfile.gettempdir()
+    fits = len(os.fsencode(f"{usual}/{name}12345678/store")) <= _LONGEST_PATH
+    return tempfile.mkdtemp(prefix=name, dir=usual if fits else "/tmp")
 
 
 def same_user(sock: socket.socket) -> bool:

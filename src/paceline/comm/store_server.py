@@ -28,7 +28,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.comm.credentials import NONCE, Credentials
-from paceline.comm.frames import LONGEST, LONGEST_GREETING, Code, Frame, FrameError, joined, number_of, pack, parse, split
+from paceline.comm.frames import (
+    LONGEST,
+    LONGEST_GREETING,
+    Code,
+    Frame,
+    FrameError,
+    joined,
+    number_of,
+    pack,
+    parse,
+    split,
+)
 from paceline.comm.store_address import notice_cut_link, same_user
 from paceline.errors import plain
 
@@ -206,7 +217,7 @@ class StoreServer:
         why = self.credentials.refusal(frame, connection.challenge)
         if why:
             with contextlib.suppress(OSError):
-                connection.sock.send(pack(0, Code.REFUSED, [why.encode()[:LONGEST_GREETING // 2]]))
+                connection.sock.send(pack(0, Code.REFUSED, [why.encode()[: LONGEST_GREETING // 2]]))
             self._close(connection, why.replace("\n", "; "))
             return
         connection.greeted = True

@@ -2,8 +2,8 @@
 
 [Note: waiting] A blocked gloo collective ends early only by its own timeout, and its buffer may still be written to
 after that. So a wait is cut into time slices. After each slice the worker looks whether another worker has posted a
-cause or is gone, of which the store has told it by then, and now and then for workers that wait for different operations. An operation that ends
-within its first slice, the fast path, pays nothing for this.
+cause or is gone, of which the store has told it by then, and now and then for workers that wait for different
+operations. An operation that ends within its first slice, the fast path, pays nothing for this.
 """
 
 from __future__ import annotations
