@@ -126,6 +126,11 @@ class StoreBoard:
             return Cause.decode(value.decode(errors="replace")).error()
         return self._death(int(value) if value.isdigit() else None)
 
+    def posted_cause(self, seconds: float) -> PeerError | None:
+        """The cause that somebody posts within so many seconds, or has posted."""
+        found = self.store.get(CAUSE, seconds)
+        return None if found is None else Cause.decode(found.decode(errors="replace")).error()
+
     def news(self) -> Answer:
         """Comes when there is a cause: [Note: news]."""
         if self._news is None:
@@ -136,8 +141,8 @@ class StoreBoard:
     def _death(self, worker: int | None) -> PeerError:
         """The error for a worker whose process is gone. The launcher, if there is one, soon knows how that came."""
         launched = self.store.connection.told.get("served_by") == "launcher"
-        if (found := self.store.get(CAUSE, _LAUNCHER_S if launched else 0.0)) is not None:
-            return Cause.decode(found.decode(errors="replace")).error()
+        if (posted := self.posted_cause(_LAUNCHER_S if launched else 0.0)) is not None:
+            return posted
         gone = RuntimeError("its process ended without a word, or its host is cut off")
         return self._gave_up(_silence([] if worker is None else [worker], self.in_step, _place("an operation"), gone))
 
@@ -178,7 +183,7 @@ class StoreBoard:
         began = time.monotonic()
         answer = self.store.collect(key, self.world_size, self.timeout_s + _SPARE_S)
         while not answer.has_come:
-            self.store.connection.wait_for(answer, self.news(), seconds=SLICE_S)
+            self.store.connection.wait_for(answer, seconds=SLICE_S)
             if not answer.has_come:
                 self.pulse(key, 0, what, time.monotonic() - began)
         self.clear()
@@ -189,8 +194,10 @@ class StoreBoard:
 
     def pulse(self, lane: str, op: int, label: str, waited_s: float) -> None:
         """Called by a blocked worker at intervals: raise if what it waits for can no longer happen."""
+        if waited_s < _LOOK_S:  # another worker's failure is no reason to give up what is about to end well
+            return
         self.raise_cause()
-        if waited_s < _LOOK_S or time.monotonic() - self._looked < _LOOK_S:
+        if time.monotonic() - self._looked < _LOOK_S:
             return
         self._looked = time.monotonic()
         self._waiting_since = self._waiting_since or self._looked - waited_s

@@ -52,7 +52,7 @@ def read_secret(env: Mapping[str, str] = os.environ) -> bytes:
 def _from_file(path: Path) -> bytes:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        with open(fd, "rb") as file:
+        with os.fdopen(fd, "rb") as file:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
                 raise UsageError(f"{SECRET_FILE}={path} is not a file", do="name a file with the secret in it")

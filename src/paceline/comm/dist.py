@@ -68,6 +68,8 @@ class TorchStore(dist.Store):
     def num_keys(self) -> int:
         return self._store.count_keys()
 
+    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815 (torch calls them so from C++)
+
     def clone(self) -> TorchStore:
         return self
 

@@ -1,10 +1,10 @@
 """Where this job's store is served, and by whom; and the connection to it, which a process has once.
 
-[Note: who serves] Under `paceline run` it is the launcher, which tells its workers where by PACELINE_STORE. Otherwise it
-is worker 0: at MASTER_ADDR and MASTER_PORT, which every worker knows; or, where torch has a store already (torchrun's
-agent serves one, or the script has made a process group), at a place of its own, which it tells the others through
-that store, with a name and a secret for the job. Nothing else of ours goes through torch's store: its calls have no
-time limit, and it knows no secret.
+[Note: who serves] Under `paceline run` it is the launcher, which tells its workers where by PACELINE_STORE. Otherwise
+it is worker 0: at MASTER_ADDR and MASTER_PORT, which every worker knows; or, where torch has a store already (that of
+torchrun's agent, or of a process group that the script has made), at a place of its own, which it tells the others
+through that store, with a name and a secret for the job. Nothing else of ours goes through torch's store: its calls
+have no time limit, and it knows no secret.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ from paceline.errors import PeerTimeoutError, UsageError, plain
 
 T = TypeVar("T")
 
-_TRY_S = (
-    2.0  # how long one address is tried before torch's store is asked again: it may hold that of an earlier attempt
-)
+_TRY_S = 2.0  # how long one address is tried: torch's store may hold that of an earlier attempt
 
 
 @dataclass(frozen=True)

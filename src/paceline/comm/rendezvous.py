@@ -84,13 +84,13 @@ def meet(env: Environment, *, backend: str | None, timeout_s: float, group: Any 
     if env.world_size == 1:
         return Rendezvous(env, 0, 1, backend)
     check_transport()
-    if dist.is_initialized():  # by the user's script
-        if (dist.get_rank(), dist.get_world_size()) != (env.rank, env.world_size):
-            raise UsageError(
-                f"torch.distributed says worker {dist.get_rank()} of {dist.get_world_size()}, "
-                f"the environment says worker {env.rank} of {env.world_size}",
-                do="initialise the process group from the environment, or leave it to paceline.prepare",
-            )
+    theirs = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (env.rank, env.world_size)
+    if theirs != (env.rank, env.world_size):
+        raise UsageError(
+            f"torch.distributed says worker {theirs[0]} of {theirs[1]}, "
+            f"the environment says worker {env.rank} of {env.world_size}",
+            do="initialise the process group from the environment, or leave it to paceline.prepare",
+        )
     return _at(meeting_place.find(env, timeout_s), env, env.rank, env.world_size, backend, timeout_s)
 
 

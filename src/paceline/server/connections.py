@@ -105,12 +105,9 @@ class ServerBoard:
 
     def cause_or(self, error: PeerError) -> PeerError:
         """The cause that another worker posts within a short time; otherwise this error, which is posted."""
-        end = time.monotonic() + _GRACE_S
         with contextlib.suppress(StoreLostError):
-            while time.monotonic() < end:
-                time.sleep(0.05)
-                if cause := self._board.cause():
-                    return cause
+            if cause := self._board.posted_cause(_GRACE_S):
+                return cause
         return self.post(error)
 
     def post(self, error: PeerError) -> PeerError:

@@ -3,8 +3,8 @@
 The kernel kills the workers when their launcher dies, but not what they have started themselves: data loaders, a
 parameter server, a program of the user's in a session of its own. All of these have inherited the launcher's mark, a
 variable of their environment. The guardian reads from a pipe whose other end only the launcher holds, so it learns of
-the launcher's end however that comes about, and kills every process that has the mark; then it removes the folders of the
-launcher's stores. A launcher that ends by itself dismisses it first.
+the launcher's end however that comes about, and kills every process that has the mark; then it removes the folders of
+the launcher's stores. A launcher that ends by itself dismisses it first.
 
 The process runs this file by its path and imports the standard library only: it starts in some 20 ms.
 """

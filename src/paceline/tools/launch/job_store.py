@@ -1,8 +1,9 @@
 """The store of a job as its launcher has it: served on the first host, joined on the others.
 
-On one host the store is a unix socket in a folder that only this user can enter, so that no port is open. Between hosts
-it is a port on the one address given; who connects must have the secret, if there is one (credentials.py). The launchers
-of the other hosts say what they were asked to start, and are let in, and told the name of the job, if it is the same.
+On one host the store is a unix socket in a folder that only this user can enter, so that no port is open. Between
+hosts it is a port on the one address given; who connects must have the secret, if there is one (credentials.py). The
+launchers of the other hosts say what they were asked to start. If it is the same they are let in, and told the name of
+the job.
 
 The workers' MASTER_ADDR and MASTER_PORT are not the store's: they are for a process group that the script makes by
 itself, whose own store worker 0 then serves there. The port is kept for it by a socket that is bound and does not
