@@ -22,11 +22,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from paceline.comm.cause import CAUSE, SAID, Cause
 from paceline.comm.frames import split
+from paceline.comm.liveness import is_stopped
 from paceline.comm.store import Answer, Store, StoreLostError
 from paceline.comm.waiting import SLICE_S, EndedError
 from paceline.errors import MismatchError, PeerError, PeerTimeoutError, differ, plain, users_line
@@ -217,7 +217,7 @@ class StoreBoard:
             if self._waits() == waits:
                 raise self._gave_up(_deadlock(places))
         silent = [r for r in range(self.world_size) if r not in places]
-        stopped = [r for r in silent if r in self.processes and _is_stopped(self.processes[r])]
+        stopped = [r for r in silent if r in self.processes and is_stopped(self.processes[r])]
         if waited_s > _PATIENT_S and silent:
             self._tell_once(place, silent, stopped)
         if waited_s > (self._patience_with_stopped() if stopped else self.timeout_s):
@@ -311,14 +311,6 @@ class StoreBoard:
 
 def _read(text: bytes | None) -> Any:
     return None if text is None else json.loads(text)
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a process of this host was sent SIGSTOP, or a terminal's Ctrl-Z."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except (OSError, IndexError):
-        return False
 
 
 def stuck(waits: dict[int, Any], world_size: int) -> bool:

@@ -305,6 +305,8 @@ class LocalJob:
                 for worker in self._supervisor.watch(0.1):
                     if worker.code and self.cause is None:
                         self._blame(self._describe(worker, worker.code))
+                if self.cause is not None:
+                    self._supervisor.kill_stopped()
             self._leave_store()
         except Exception as error:  # a watcher that fails must not look like a job that went well
             self.cause = Cause(None, "the launcher failed", why=f"{type(error).__name__}: {error}")
