@@ -312,6 +312,7 @@ class LocalJob:
             self.cause = Cause(None, "the launcher failed", why=f"{type(error).__name__}: {error}")
         finally:
             self._supervisor.kill()
+            self._ended.set()
             self._shared.close()
             self.output.finish()
             self._done.set()
