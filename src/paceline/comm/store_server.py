@@ -54,6 +54,7 @@ _MOST_WAITS = 1 << 10  # of one connection
 _MOST_UNREAD = 2 * LONGEST  # bytes of answers that one connection has not read
 _AT_ONCE = 1 << 18  # bytes read from one connection before the others have their turn
 _ACCEPTED_AT_ONCE = 16
+_PAUSE_S = 0.02
 _LONGEST_WAIT_S = 86400.0
 _MOST_TOLD = 1000  # addresses of which something was said
 
@@ -162,7 +163,13 @@ class StoreServer:
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
                 sock, address = self._listener.accept()
-            except OSError:  # nobody is left, or the limit of descriptors is reached
+            except BlockingIOError:
+                return
+            except (
+                OSError
+            ):  # the limit of descriptors is reached, say: without a pause this thread would only try again
+                self._close(next(iter(self._strangers), None), "it did not say who it is")
+                time.sleep(_PAUSE_S)
                 return
             connection = _Connection(sock, str(address[0]) if isinstance(address, tuple) else "this host")
             if len(self._known) >= _MOST_CONNECTIONS or not same_user(sock):
@@ -225,8 +232,8 @@ class StoreServer:
         self._known.add(connection)
         self._send(connection, self.credentials.welcome(frame, connection.challenge, self._note))
 
-    def _close(self, connection: _Connection, why: str = "") -> None:
-        if connection.closed:
+    def _close(self, connection: _Connection | None, why: str = "") -> None:
+        if connection is None or connection.closed:
             return
         connection.closed = True
         self._selector.unregister(connection.sock)
