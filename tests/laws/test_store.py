@@ -92,7 +92,7 @@ def test_a_frame_is_read_as_it_was_written(number, code, parts, behind):
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=1000)
+@settings(max_examples=300)
 def test_any_bytes_are_a_frame_or_none_or_refused(data):
     with contextlib.suppress(FrameError):
         found = parse(data, longest=1000)
@@ -102,7 +102,7 @@ def test_any_bytes_are_a_frame_or_none_or_refused(data):
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 255), st.integers(0, 255), st.binary(max_size=60))
-@settings(max_examples=1000)
+@settings(max_examples=300)
 def test_any_head_is_bounded_before_it_is_read(length, code, count, body):
     data = struct.pack("!IIBB", length, 7, code, count) + body
     try:

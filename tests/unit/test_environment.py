@@ -132,7 +132,8 @@ def test_the_store_listens_on_its_own_address_only():
 
 
 @pytest.mark.parametrize(
-    "address", [StoreAddress("/tmp/x/store"), StoreAddress("", "h-1.x", 3), StoreAddress("", "::1", 9)]
+    "address",
+    [StoreAddress("/tmp/x/store"), StoreAddress("@x"), StoreAddress("", "h-1.x", 3), StoreAddress("", "::1", 9)],
 )
 def test_an_address_is_read_as_it_is_written(address):
     assert StoreAddress.parse(str(address)) == address

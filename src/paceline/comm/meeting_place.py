@@ -9,12 +9,10 @@ have no time limit, and it knows no secret.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import datetime
 import json
 import secrets
-import shutil
 import socket
 import sys
 import threading
@@ -28,7 +26,7 @@ import torch.distributed as dist
 from paceline.comm.credentials import Credentials, read_secret
 from paceline.comm.environment import Environment, attempt
 from paceline.comm.store import Store, StoreConnection
-from paceline.comm.store_address import StoreAddress, make_folder
+from paceline.comm.store_address import StoreAddress
 from paceline.comm.store_server import StoreServer
 from paceline.errors import PeerTimeoutError, UsageError, plain
 
@@ -144,10 +142,8 @@ def _within(seconds: float, call: Callable[[], T], what: str) -> T:
 
 def _own_place(env: Environment) -> tuple[socket.socket, StoreAddress]:
     """Where worker 0 serves the store if every worker can be told: a unix socket if all are on this host."""
-    if env.one_host and hasattr(socket, "AF_UNIX"):
-        path = make_folder()
-        atexit.register(shutil.rmtree, path, ignore_errors=True)
-        address = StoreAddress(path=f"{path}/store")
+    if env.one_host and sys.platform == "linux":
+        address = StoreAddress(path=f"@paceline-{secrets.token_hex(16)}")  # in no folder: nothing stays if it is killed
         return address.listen(), address
     host = env.address or socket.gethostname()
     with contextlib.suppress(OSError):

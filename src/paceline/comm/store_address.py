@@ -21,7 +21,7 @@ _IDLE_S, _EVERY_S, _TIMES, _GONE_MS = 2, 2, 3, 8000
 
 
 class StoreAddress(NamedTuple):
-    """A unix socket's path, or a host and a port."""
+    """A unix socket's path, or a host and a port. A path that begins with @ is a name in no folder (Linux)."""
 
     path: str = ""
     host: str = ""
@@ -35,7 +35,7 @@ class StoreAddress(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> StoreAddress:
         """The opposite of `str`."""
-        if text.startswith("unix:/"):
+        if text.startswith(("unix:/", "unix:@")):
             return cls(path=text.removeprefix("unix:"))
         found = _TCP.fullmatch(text)
         if found is None or not 1 <= int(found[3]) <= 65535:
@@ -45,6 +45,10 @@ class StoreAddress(NamedTuple):
             )
         return cls(host=found[1] or found[2], port=int(found[3]))
 
+    @property
+    def _name(self) -> str:
+        return f"\0{self.path[1:]}" if self.path.startswith("@") else self.path
+
     def listen(self) -> socket.socket:
         """A socket that listens here, and nowhere else. Left to itself, torch's store binds every address."""
         family = socket.AF_UNIX if self.path else socket.getaddrinfo(self.host, self.port)[0][0]
@@ -52,7 +56,7 @@ class StoreAddress(NamedTuple):
         try:
             if not self.path:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(self.path or (self.host, self.port))
+            sock.bind(self._name or (self.host, self.port))
             sock.listen(1024)
         except OSError:
             sock.close()
@@ -68,7 +72,7 @@ class StoreAddress(NamedTuple):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(seconds)
-            sock.connect(self.path)
+            sock.connect(self._name)
         except OSError:
             sock.close()
             raise
