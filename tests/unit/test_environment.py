@@ -13,6 +13,7 @@ import torch
 
 import paceline
 from paceline.comm.environment import Environment, check_transport, odd_settings
+from paceline.comm.store_address import StoreAddress
 from paceline.errors import PeerError, UsageError
 from processes import free_port, run
 
@@ -123,19 +124,27 @@ def test_b9_a_port_that_is_taken():
 
 def test_the_store_listens_on_its_own_address_only():
     """Not on every interface, as c10d's does by itself."""
-    import socket
+    address = StoreAddress(host="127.0.0.1", port=free_port())
+    with address.listen() as sock:
+        assert sock.getsockname() == ("127.0.0.1", address.port)
+        with pytest.raises(OSError, match="in use"):
+            address.listen()
 
-    from paceline.comm import rendezvous
 
-    port = free_port()
-    sock = rendezvous._listen(Environment(rank=0, world_size=2, address="127.0.0.1", port=port))
-    try:
-        assert sock.getsockname() == ("127.0.0.1", port)
-        with pytest.raises(UsageError, match="cannot listen"):
-            rendezvous._listen(Environment(rank=0, world_size=2, address="127.0.0.1", port=port))
-    finally:
-        sock.close()
-    assert isinstance(sock, socket.socket)
+@pytest.mark.parametrize(
+    "address",
+    [StoreAddress("/tmp/x/store"), StoreAddress("@x"), StoreAddress("", "h-1.x", 3), StoreAddress("", "::1", 9)],
+)
+def test_an_address_is_read_as_it_is_written(address):
+    assert StoreAddress.parse(str(address)) == address
+
+
+@pytest.mark.parametrize(
+    "text", ["", "unix:x", "tcp:", "tcp:a:0", "tcp:a:99999", "tcp:a b:1", "http://x:1", "tcp:[::1:1"]
+)
+def test_an_address_that_is_none(text):
+    with pytest.raises(UsageError, match="is not where a store is served"):
+        StoreAddress.parse(text)
 
 
 @pytest.mark.parametrize(

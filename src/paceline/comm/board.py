@@ -1,91 +1,150 @@
 """Short messages between workers, beside the data: which worker failed first and why, which left, which wait for what.
 
-The board is a c10d store (served by the launcher, by torchrun's agent, or by worker 0). Messages are JSON, so that
-reading one can never run code. Nothing here is on the fast path of a step.
+The board is the job's store (store.py). Messages are JSON, so that reading one can never run code. Nothing here is on
+the fast path of a step.
+
+[Note: news] Every worker has one request under way that the store answers when a cause is posted, or when the
+connection of a worker ends that has not left ([Note: wills] in store_server.py). So all hear of a death within
+milliseconds of it, whatever they wait for and whichever host it was on, and need not ask.
+
+[Note: patience] How long is too long for a wait? A worker that is waited for may evaluate, save or compile for minutes,
+and from outside that looks as if it hangs. As long as its process is there and runs, only `timeout=` ends the wait. One
+that is dead, or whose host is cut off, is known from the store's connections, in milliseconds or some 8 s. One that is
+stopped (SIGSTOP) is found in /proc by the workers of its host; it is given eight times the longest wait or step that
+this worker has seen, and 10 s at least.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.comm.cause import Cause
+from paceline.comm.cause import CAUSE, SAID, Cause
+from paceline.comm.frames import split
+from paceline.comm.liveness import is_stopped
+from paceline.comm.store import Answer, Store, StoreLostError
 from paceline.comm.waiting import SLICE_S, EndedError
 from paceline.errors import MismatchError, PeerError, PeerTimeoutError, differ, plain, users_line
 
+DEAD = "dead"  # the key of the rank whose connection has ended first
 _GRACE_S = 2.0  # how long workers wait for each other's messages before they report a worker as silent
-
-
-class StoreLostError(PeerError):
-    """The process that serves the store is gone, so workers cannot exchange messages any more."""
+_LAUNCHER_S = 1.0  # how long the launcher is given to say how a worker died
+_LOOK_S = 0.5  # how often a worker that waits looks what the others wait for
+_PATIENT_S = 5.0  # after this a wait is told of
+_STOPPED_S, _STOPPED_TIMES = 10.0, 8  # [Note: patience]
+_NEWS_S = 86400.0  # after which the request for news is made anew
+_SPARE_S = 60.0
+_LONG = 256  # characters of a text that is compared by its hash first
+_LONGEST = 4 << 20  # characters of all workers' texts together
 
 
 class StoreBoard:
     """One worker's view of the board."""
 
-    def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
         self.store, self.rank, self.world_size, self.timeout_s = store, rank, world_size, timeout_s
-        self._store = _Served(store)
-        self.step: int | None = None  # the step that is under way; for error messages only
         self.where = ""  # the samples of the current batch, for error messages only
         self.counts: Callable[[], dict[str, int]] = dict  # how many operations this worker has begun on each lane
+        self.processes: Mapping[int, int] = {}  # the process numbers of the workers on this host, by rank
         self._agreed: dict[str, int] = {}
+        self._news: Answer | None = None
+        self._step: int | None = None
+        self._step_began, self._looked = time.monotonic(), -_LOOK_S
+        self._longest = 0.0  # seconds of a step, or of a wait that has ended well
+        self._waiting_since: float | None = None
+        self._told: set[str] = set()
+
+    @property
+    def step(self) -> int | None:
+        """The step that is under way, for error messages, and to know how long steps take."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int | None) -> None:
+        now = time.monotonic()
+        if step is not None and self._step is not None and step > self._step:
+            self._longest = max(self._longest, (now - self._step_began) / (step - self._step))
+        self._step, self._step_began = step, now
 
     # ------------------------------------------------------------------------------------------------ plain messages
 
     def read(self, key: str) -> Any:
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+        return _read(self.store.get(key))
 
     def write(self, key: str, value: Any) -> None:
-        self._store.set(key, json.dumps(value))
+        self.store.set(key, json.dumps(value))
 
     def others(self, key: str) -> dict[int, Any]:
         """What the other workers have written under key/<rank> so far, by rank."""
-        found = {r: self.read(f"{key}/{r}") for r in range(self.world_size) if r != self.rank}
-        return {r: value for r, value in found.items() if value is not None}
+        found = self.store.collected(key, self.world_size)
+        return {r: value for r, text in found.items() if r != self.rank and (value := _read(text)) is not None}
 
     # ------------------------------------------------------------------------------------------------ arrivals
 
     def count(self, key: str, more: int = 1) -> int:
         """Add to a counter that all workers share, and return its new value."""
-        return int(self._store.add(key, more))
+        return self.store.add(key, more)
 
     def first(self, key: str, text: str) -> None:
         """Write a text unless a worker has written one under this key already."""
-        self._store.compare_set(key, "", text)
+        self.store.compare_set(key, "", text)
 
     def seen(self, key: str, seconds: float) -> str | None:
         """The text that a worker wrote under this key with `first`; None if there is none within so many seconds."""
-        end, pause = time.monotonic() + seconds, 0.0005
-        while not self._store.check([key]):
-            if time.monotonic() > end:
-                return None
-            time.sleep(pause := min(2 * pause, 0.004))
-        return str(self._store.get(key).decode())
+        found = self.store.get(key, seconds)
+        return None if found is None else found.decode()
 
     def forget(self, *keys: str) -> None:
         """Delete keys that no worker will read again."""
-        for key in keys:
-            self._store.delete_key(key)
+        self.store.delete(*keys)
 
     # ------------------------------------------------------------------------------------------------ causes
 
     def post_cause(self, error: BaseException) -> None:
         """Post the cause of a failure, unless one is posted already: later ones are consequences of the first."""
         cause = Cause.of(error, rank=self.rank, step=self.step, batch=self.where)
-        self._store.compare_set("cause", "", cause.encode())
+        self.store.compare_set(CAUSE, "", cause.encode())
         if isinstance(error, PeerError):
             error.posted = True
 
     def cause(self) -> PeerError | None:
-        """The first cause that any worker posted, or None."""
-        if not self._store.check(["cause"]):
+        """The first cause that any worker posted, or that a worker is gone; None if all is well."""
+        news = self.news()
+        if not news.has_come:
             return None
-        return Cause.decode(self._store.get("cause").decode(errors="replace")).error()
+        found = news.fields()
+        if found is None:  # nothing for a whole day
+            self._news = None
+            return None
+        key, value = found
+        if not key.endswith(DEAD.encode()):
+            return Cause.decode(value.decode(errors="replace")).error()
+        return self._death(int(value) if value.isdigit() else None)
+
+    def posted_cause(self, seconds: float) -> PeerError | None:
+        """The cause that somebody posts within so many seconds, or has posted."""
+        found = self.store.get(CAUSE, seconds)
+        return None if found is None else Cause.decode(found.decode(errors="replace")).error()
+
+    def news(self) -> Answer:
+        """Comes when there is a cause: [Note: news]."""
+        if self._news is None:
+            self._news = self.store.connection.alarm = self.store.when_any([CAUSE, DEAD], _NEWS_S)
+            self.store.check(CAUSE)  # the answers come in order: after this one, news that were there have come
+        return self._news
+
+    def _death(self, worker: int | None) -> PeerError:
+        """The error for a worker whose process is gone. The launcher, if there is one, soon knows how that came."""
+        launched = self.store.connection.told.get("served_by") == "launcher"
+        if (posted := self.posted_cause(_LAUNCHER_S if launched else 0.0)) is not None:
+            return posted
+        gone = RuntimeError("its process ended without a word, or its host is cut off")
+        return self._gave_up(_silence([] if worker is None else [worker], self.in_step, _place("an operation"), gone))
 
     @property
     def in_step(self) -> str:
@@ -100,29 +159,48 @@ class StoreBoard:
 
     def agree(self, key: str, what: str, text: str) -> None:
         """Post the text, wait for all workers' texts, and raise the same error on every worker if they differ."""
+        full = f"{what}\n{text}"
+        label = f"{what} ({text})" if "\n" not in text else what
+        short = full if len(full) <= _LONG else hashlib.sha256(full.encode()).hexdigest()
+        texts = self._exchange(f"agree/{key}", label, short)
+        if short is not full and len(set(texts)) > 1:
+            texts = self._exchange(f"agree/{key}", label, full[: _LONGEST // self.world_size])
+        differ(what, texts)
+
+    def _exchange(self, key: str, what: str, text: str) -> list[str]:
+        """Every worker's text, by rank."""
         number = self._agreed[key] = self._agreed.get(key, -1) + 1
-        key = f"agree/{key}/{number}"
-        self.write(f"{key}/{self.rank}", f"{what}\n{text}")
-        texts = self.wait_for_all(key, f"{what} ({text})" if "\n" not in text else what)
-        differ(what, [f"{what}\n{text}" if r == self.rank else texts[r] for r in range(self.world_size)])
+        self.write(f"{key}/{number}/{self.rank}", text)
+        texts = self.wait_for_all(f"{key}/{number}", what)
+        if number:  # all have written the next one, so all have read this one
+            self.store.delete(f"{key}/{number - 1}/{self.rank}")
+        return [text if r == self.rank else str(texts[r]) for r in range(self.world_size)]
 
     def wait_for_all(self, key: str, what: str) -> dict[int, Any]:
-        """What the other workers wrote under key/<rank>, once all have; raises if that cannot happen any more."""
+        """What the other workers wrote under key/<rank>, once all have, this one included; raises if that cannot
+        happen any more.
+        """
         began = time.monotonic()
-        pause = 0.0005
-        slow = False
-        while len(posts := self.others(key)) < self.world_size - 1:
-            if (waited := time.monotonic() - began) > SLICE_S:
-                slow = True
-                self.pulse(key, 0, what, waited)
-            time.sleep(pause := min(2 * pause, 0.05))
-        if slow:
-            self.clear()
-        return posts
+        answer = self.store.collect(key, self.world_size, self.timeout_s + _SPARE_S)
+        while not answer.has_come:
+            self.store.connection.wait_for(answer, seconds=SLICE_S)
+            if not answer.has_come:
+                self.pulse(key, 0, what, time.monotonic() - began)
+        self.clear()
+        found = answer.fields()
+        if found is None:
+            raise StoreLostError(f"not all workers have written {what}", why=f"within {self.timeout_s + _SPARE_S:g} s")
+        return {r: _read(text) for r, text in enumerate(split(found[0])) if r != self.rank}
 
     def pulse(self, lane: str, op: int, label: str, waited_s: float) -> None:
         """Called by a blocked worker at intervals: raise if what it waits for can no longer happen."""
+        if waited_s < _LOOK_S:  # another worker's failure is no reason to give up what is about to end well
+            return
         self.raise_cause()
+        if time.monotonic() - self._looked < _LOOK_S:
+            return
+        self._looked = time.monotonic()
+        self._waiting_since = self._waiting_since or self._looked - waited_s
         for r, left in self.others("left").items():
             if left["ops"].get(lane, 0) <= op and lane in left["ops"]:
                 raise self._gave_up(_left_early(r, left, _place(label)))
@@ -134,33 +212,69 @@ class StoreBoard:
         if len(set(places.values())) == 1:  # one line of the program, which does different things
             places = {r: f"in {plain(str(w['label']))}" for r, w in sorted(waits.items())}
         if waited_s > _GRACE_S and stuck(waits, self.world_size):
-            time.sleep(SLICE_S)  # a worker may just have continued, so check twice
+            time.sleep(_LOOK_S)  # a worker may just have continued, so check twice
             self.raise_cause()
             if self._waits() == waits:
                 raise self._gave_up(_deadlock(places))
-        if waited_s > self.timeout_s:
-            silent = [r for r in range(self.world_size) if r not in places]
-            raise self._gave_up(
-                PeerTimeoutError(
-                    f"worker {self.rank} waited {waited_s:.0f} s {place}",
-                    why="; ".join(
-                        [f"worker {r} is {text}" for r, text in places.items() if r != self.rank]
-                        + ([f"workers {silent} are not waiting: they compute, are stopped or gone"] if silent else [])
-                    ),
-                    do="look at the worker named, or raise timeout= if a step may really take that long",
-                    worker=silent[0] if silent else None,
-                )
+        silent = [r for r in range(self.world_size) if r not in places]
+        stopped = [r for r in silent if r in self.processes and is_stopped(self.processes[r])]
+        if waited_s > _PATIENT_S and silent:
+            self._tell_once(place, silent, stopped)
+        if waited_s > (self._patience_with_stopped() if stopped else self.timeout_s):
+            raise self._gave_up(self._too_long(waited_s, place, places, silent, stopped))
+
+    def _patience_with_stopped(self) -> float:
+        return min(self.timeout_s, max(_STOPPED_S, _STOPPED_TIMES * self._longest))
+
+    def _too_long(
+        self, waited_s: float, place: str, places: Mapping[int, str], silent: list[int], stopped: list[int]
+    ) -> PeerError:
+        """The error for a wait that has taken too long: [Note: patience]."""
+        if stopped:
+            return PeerError(
+                f"worker {stopped[0]} is stopped{self.in_step}; it is waited for {place}",
+                why=f"its process ({self.processes[stopped[0]]}) was sent SIGSTOP or SIGTSTP, and has not gone on for "
+                f"{waited_s:.0f} s",
+                do="do not stop single workers; SIGCONT lets one go on, but this job has given it up",
+                worker=stopped[0],
             )
+        others = [f"worker {r} is {text}" for r, text in places.items() if r != self.rank]
+        quiet = [f"workers {silent} are not waiting: they compute, are stopped or gone"] if silent else []
+        return PeerTimeoutError(
+            f"worker {self.rank} waited {waited_s:.0f} s {place}",
+            why="; ".join(others + quiet),
+            do="look at the worker named, or raise timeout= if a step may really take that long",
+            worker=silent[0] if silent else None,
+        )
+
+    def _tell_once(self, place: str, silent: list[int], stopped: list[int]) -> None:
+        """Say who is waited for, once for each line of the program: one worker says it for all."""
+        who = "worker" if len(silent) == 1 else "workers"
+        text = f"worker {self.rank} waits {place} for {who} {', '.join(map(str, silent))}"
+        text += f" ({'stopped: SIGSTOP' if stopped else 'alive, and not in an operation'}; timeout={self.timeout_s:g})"
+        if place in self._told:
+            return
+        self._told.add(place)
+        if self.store.compare_set(f"{SAID}/{place[:200]}", "", str(self.rank)) != str(self.rank).encode():
+            return
+        if self.store.connection.told.get("served_by") == "launcher":
+            self.store.root.set(SAID, text)
+        else:
+            print(f"paceline: {text}", file=sys.stderr, flush=True)
 
     def _waits(self) -> dict[int, Any]:
-        return {r: w for r in range(self.world_size) if (w := self.read(f"waits/{r}")) is not None}
+        found = self.store.collected("waits", self.world_size)
+        return {r: wait for r, text in found.items() if (wait := _read(text)) is not None}
 
     def clear(self) -> None:
         """Withdraw the message that this worker waits, so that it is not taken for a new one.
 
-        The key is overwritten, never deleted: another worker may have seen that it exists and be about to read it.
+        A wait that nobody was told of costs nothing.
         """
-        self.write(f"waits/{self.rank}", None)
+        if self._waiting_since is not None:
+            self._longest = max(self._longest, time.monotonic() - self._waiting_since)
+            self._waiting_since = None
+            self.write(f"waits/{self.rank}", None)
 
     def lost(self, label: str, error: Exception) -> PeerError:
         """The error to raise after a connection broke, naming the worker that is gone.
@@ -183,9 +297,9 @@ class StoreBoard:
             if gone := self.others("left"):
                 r, left = next(iter(gone.items()))
                 return self._gave_up(_left_early(r, left, _place(label)))
-            if known or len(self.others("lost")) == self.world_size - 1:
+            if len(self.others("lost")) == self.world_size - 1:
                 break
-            time.sleep(0.05)
+            self.store.connection.wait_for(self.news(), seconds=0.05)
         quiet = set(range(self.world_size)) - set(self.others("lost")) - {self.rank}
         silent = known or sorted(quiet - set(self._waits()) or quiet)  # a worker that waits for something is alive
         return self._gave_up(_silence(silent, self.in_step, _place(label), error))
@@ -195,26 +309,8 @@ class StoreBoard:
         return error
 
 
-class _Served:
-    """A c10d store whose errors become StoreLostError, which says what to do."""
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        call = getattr(self._store, name)
-
-        def asked(*args: Any) -> Any:
-            try:
-                return call(*args)
-            except RuntimeError as error:
-                raise StoreLostError(
-                    "the store does not answer any more",
-                    why=str(error).splitlines()[0],
-                    do="look at the output of the launcher, or of worker 0 if there is none: one of them serves it",
-                ) from None
-
-        return asked
+def _read(text: bytes | None) -> Any:
+    return None if text is None else json.loads(text)
 
 
 def stuck(waits: dict[int, Any], world_size: int) -> bool:

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from paceline import errors
 from paceline.errors import MismatchError, PacelineError, PeerError, PeerTimeoutError, plain
 
+CAUSE = "cause"  # the store's key for the first cause
+SAID = "said"  # and for what the workers want to be shown while they wait; the launcher shows it if there is one
 _KINDS = {cls.__name__: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, Exception)}
 _RAISED = {cls.__name__: cls for cls in (PeerTimeoutError, MismatchError)}  # the same class on every worker
 _LONGEST = 2000  # characters of a text
@@ -59,7 +61,8 @@ class Cause:
         return error
 
     def encode(self) -> str:
-        return json.dumps(asdict(self))
+        texts = {name: text[:_LONGEST] if isinstance(text, str) else text for name, text in asdict(self).items()}
+        return json.dumps(texts)
 
     @classmethod
     def decode(cls, text: str) -> Cause:

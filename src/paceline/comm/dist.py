@@ -4,31 +4,89 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from paceline.comm.frames import split
 from paceline.comm.lane import NARROW, Lane, Op, payload
 from paceline.comm.protocol import Board
+from paceline.comm.store import Store, StoreConnection
 
 _EVER = datetime.timedelta(days=30)
+_LONGEST_S = 86400.0
+_SPARE_S = 30.0
+
+
+L = TypeVar("L", bound="DistComm")
+
+
+class TorchStore(dist.Store):
+    """The store as torch's backends know one. They keep no reference to the Python object, so it must be kept."""
+
+    def __init__(self, store: Store, seconds: float) -> None:
+        super().__init__()
+        self._store, self._seconds = store, seconds
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._wait([key], self._seconds)[0]
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+        self._wait(keys, self._seconds if timeout is None else timeout.total_seconds())
+
+    def _wait(self, keys: Sequence[str], seconds: float) -> Sequence[bytes]:
+        answer, connection = self._store.when_all(keys, min(seconds, _LONGEST_S)), self._store.connection
+        alarms = [connection.alarm] if connection.alarm is not None else []
+        while not answer.has_come and not any(alarm.has_come for alarm in alarms):
+            connection.wait_for(answer, *alarms, seconds=1.0)
+        if not answer.has_come:  # whoever made the backend knows what has happened
+            raise dist.DistStoreError("a worker that is waited for is gone")
+        values = answer.fields()
+        if values is None:
+            raise dist.DistStoreError(f"{', '.join(keys)} not set within {seconds:g} s")
+        return split(values[0])
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(*keys)
+
+    def add(self, key: str, more: int) -> int:
+        return self._store.add(key, more)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        return self._store.compare_set(key, expected, desired)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete(key) > 0
+
+    def num_keys(self) -> int:
+        return self._store.count_keys()
+
+    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815 (torch calls them so from C++)
+
+    def clone(self) -> TorchStore:
+        return self
 
 
 @dataclass(frozen=True)
 class Transport:
     """What lanes between processes are made of: the store where workers meet, and the backends they use."""
 
-    store: Any  # a c10d store; what is written there lies under a prefix of the epoch
+    store: Store  # what is written there lies under a prefix of the epoch
     backend: str = "gloo"  # or "cpu:gloo,cuda:nccl"
     timeout_s: float = 300.0
 
     def connect(self, prefix: str, rank: int, world_size: int) -> dict[str, Any]:
         """One backend for each kind of device, over the workers that connect under this prefix."""
-        store, timeout = dist.PrefixStore(prefix, self.store), datetime.timedelta(seconds=self.timeout_s)
+        # Longer than what a worker waits by itself: it then ends a wait with a better message than a backend does.
+        timeout = datetime.timedelta(seconds=self.timeout_s + _SPARE_S)
+        store = self.torch_store(prefix)
         made: dict[str, Any] = {"cpu": dist.ProcessGroupGloo(dist.PrefixStore("cpu", store), rank, world_size, timeout)}
         if "nccl" in self.backend:
             options = dist.ProcessGroupNCCL.Options()
@@ -38,38 +96,36 @@ class Transport:
             made["cuda"] = made["cpu"]  # gloo copies through the host
         return made
 
+    def torch_store(self, prefix: str) -> Any:
+        """The store below a prefix, for torch's own classes."""
+        connection = self.store.connection
+        if connection not in _torch_stores:
+            _torch_stores[connection] = TorchStore(self.store.root, self.timeout_s)
+        return dist.PrefixStore(f"{self.store.prefix}{prefix}", _torch_stores[connection])
+
     def lane(self, name: str, board: Board, rank: int, world_size: int) -> DistComm:
         """A lane over all workers of a group."""
-        return DistComm(self.connect(name, rank, world_size), rank, world_size, name=name, board=board)
+        return self._made(DistComm, name, name, board, rank, world_size)
 
     def team_lane(self, name: str, board: Board, rank: int, teams: Sequence[Sequence[int]]) -> DistComm:
         """A lane over the workers of this worker's own team, numbered as the team lists them."""
         number, team = next((i, team) for i, team in enumerate(teams) if rank in team)
         me = team.index(rank)
-        backends = self.connect(f"{name}/team {number}", me, len(team))
-        return DistComm(backends, me, len(team), name=name, board=board)
+        return self._made(DistComm, f"{name}/team {number}", name, board, me, len(team))
 
     def pair_lane(self, name: str, board: Board, rank: int) -> PairComm:
         """A lane between two processes that run different programs, one of rank 0 and one of rank 1."""
-        return PairComm(self.connect(name, rank, 2), rank, 2, name=name, board=board)
+        return self._made(PairComm, name, name, board, rank, 2)
 
-    @classmethod
-    def at(cls, host: str, port: int, timeout_s: float) -> Transport:
-        """Gloo between processes that meet in the store served at this address."""
-        timeout = datetime.timedelta(seconds=timeout_s)
-        return cls(dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False), timeout_s=timeout_s)
+    def _made(self, kind: type[L], prefix: str, name: str, board: Board, rank: int, world_size: int) -> L:
+        try:
+            backends = self.connect(prefix, rank, world_size)
+        except RuntimeError as error:
+            raise board.lost(f"the connections of lane {name}", error) from None
+        return kind(backends, rank, world_size, name=name, board=board)
 
-    def unprefixed(self) -> Transport:
-        """The same without the prefixes of its store, to meet processes that only know where the store is served."""
-        store = self.store
-        while isinstance(store, dist.PrefixStore):
-            store = store.underlying_store
-        return replace(self, store=store)
 
-    @property
-    def address(self) -> tuple[str, int] | None:
-        """Host and port of the store without prefixes; None where it is not served over TCP."""
-        return (self.store.host, self.store.port) if isinstance(self.store, dist.TCPStore) else None
+_torch_stores: dict[StoreConnection, TorchStore] = {}  # kept as long as the process: see TorchStore
 
 
 class DistComm(Lane):

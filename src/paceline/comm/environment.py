@@ -2,7 +2,7 @@
 
 RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are the standard ones, set by torchrun, by Slurm scripts and by
 `paceline run` alike. If none of them is set there is one worker; if only some are set, the error names all that are
-missing. PACELINE_* carry the options of the command line.
+missing. PACELINE_* carry the options of the command line, and where our launcher serves the store.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.comm.credentials import JOB
+from paceline.comm.store_address import STORE, StoreAddress
 from paceline.errors import PeerError, UsageError, nearest
 
 STANDARD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Set to True if the launcher serves the store, so that worker 0 does not. torchrun's agent uses the same variable.
-SERVED = "TORCHELASTIC_USE_AGENT_STORE"
+SERVED = "TORCHELASTIC_USE_AGENT_STORE"  # set to True by torchrun: its agent serves torch's store at MASTER_ADDR
 # Overrides which way operations take, which is otherwise chosen from the workers' hosts: route.py.
 COLLECTIVES = "PACELINE_COLLECTIVES"
 FLAT, HOST, HIERARCHICAL = WAYS = ("flat", "host", "hierarchical")
@@ -40,7 +41,10 @@ class Environment:
     local_world_size: int = 1
     address: str = ""
     port: int = 0
-    served: bool = False  # the launcher serves the store at address:port; otherwise worker 0 does
+    served: bool = False  # another launcher serves torch's store at address:port
+    one_host: bool = False  # all workers are known to be on this host
+    store: StoreAddress | None = None  # where our launcher serves the store; otherwise worker 0 does
+    job: str = ""
     method: str | None = None  # paceline run --method
     knobs: dict[str, Any] | None = None  # paceline run --set
     events: Path | None = None  # where telemetry goes
@@ -71,6 +75,9 @@ class Environment:
             address=_resolved(env["MASTER_ADDR"]),
             port=_whole(env, "MASTER_PORT", low=1, high=65535),
             served=env.get(SERVED, "").lower() == "true",
+            one_host=env.get("LOCAL_WORLD_SIZE") == str(world_size),
+            store=StoreAddress.parse(env[STORE]) if env.get(STORE) else None,
+            job=env.get(JOB, ""),
             **own,
         )
 
@@ -132,9 +139,10 @@ def _resolved(host: str) -> str:
     return host
 
 
-def board_prefix(env: Mapping[str, str] = os.environ) -> str:
-    """The prefix of this attempt's keys in the store, so that messages of an earlier attempt are not read again."""
-    return f"paceline/{env.get('TORCHELASTIC_RUN_ID', 'run')}.{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+def attempt(env: Mapping[str, str] = os.environ) -> str:
+    """What another launcher or a batch system calls this attempt of this job, which tells it apart from others."""
+    run = env.get("TORCHELASTIC_RUN_ID") or env.get("SLURM_JOB_ID") or "run"
+    return f"paceline/{run}.{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def pace_mbit() -> float:

@@ -12,20 +12,22 @@ from types import TracebackType
 
 from paceline.comm.board import StoreBoard
 from paceline.comm.group import Group
+from paceline.comm.store_server import StoreServer
 from paceline.errors import PacelineError, UsageError
 
 _FAREWELL_S = 60.0  # how long a finished worker stays for those still in their last operation
 _AFTERMATH_S = 5.0  # how long worker 0 stays after a failure, if it serves the store
+_CLOSING_S = 0.1  # and after a good end, in which the others only have to hear that all are through
 
 
 class WorkerProcess:
     """The life of this process as a worker, from joining the group to leaving it.
 
-    serves: this process serves the store, so it must be the last to go.
+    server: the store, where this process serves it; then it must be the last to go.
     """
 
-    def __init__(self, group: Group, *, timeout_s: float, serves: bool) -> None:
-        self.group, self.timeout_s, self.serves = group, timeout_s, serves
+    def __init__(self, group: Group, *, timeout_s: float, server: StoreServer | None = None) -> None:
+        self.group, self.timeout_s, self.server = group, timeout_s, server
         self.closing: list[Callable[[], None]] = []  # called when this worker leaves, whatever the reason
         self.failed = False
         self.exit_code = 1  # after a failure
@@ -88,14 +90,15 @@ class WorkerProcess:
 
     def _farewell(self, board: StoreBoard) -> None:
         """After a failure only the server of the store stays, until the others have read the cause."""
+        store, end = board.store, time.monotonic() + min(_FAREWELL_S, self.timeout_s)
         if not self.failed:
             board.write(f"left/{board.rank}", {"steps": board.step, "ops": board.counts()})
+            store.take_back_will()
         board.write(f"gone/{board.rank}", True)
-        failed = self.failed or board.read("cause") is not None
-        end = time.monotonic() + (_AFTERMATH_S if failed else min(_FAREWELL_S, self.timeout_s))
-        while time.monotonic() < end and (self.serves or not failed):
-            if len(board.others("gone")) == board.world_size - 1:
-                time.sleep(0.1 if self.serves else 0)  # the last reader may still be reading
-                return
-            failed = failed or board.read("cause") is not None
-            time.sleep(0.02)
+        gone, news = store.collect("gone", board.world_size, _FAREWELL_S), board.news()
+        while not (self.failed or gone.has_come or news.has_come) and time.monotonic() < end:
+            store.connection.wait_for(gone, news, seconds=end - time.monotonic())
+        if self.server is not None and (self.failed or news.has_come):
+            self.server.wait_until_left(_AFTERMATH_S)
+        elif self.server is not None:
+            time.sleep(_CLOSING_S)

@@ -1,10 +1,11 @@
-"""How workers find each other: the store, a word of greeting, and the groups that are made from them."""
+"""How workers find each other: a word of greeting in the store, and the groups that are made from it."""
 
 from __future__ import annotations
 
-import datetime
+import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -13,13 +14,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.comm.board import StoreBoard
+from paceline.comm import meeting_place
+from paceline.comm.board import DEAD, StoreBoard
 from paceline.comm.dist import Transport
-from paceline.comm.environment import Environment, board_prefix, check_transport
+from paceline.comm.environment import Environment, check_transport
 from paceline.comm.group import Group
+from paceline.comm.host_memory import place
+from paceline.comm.meeting_place import MeetingPlace
 from paceline.comm.protocol import Comm
 from paceline.comm.route import Route
-from paceline.errors import MismatchError, PeerTimeoutError, UsageError, nearest
+from paceline.comm.store import Store
+from paceline.comm.store_server import StoreServer
+from paceline.errors import MismatchError, PeerTimeoutError, UsageError, nearest, plain
+
+_PATIENT_S = 10.0  # after this a worker says for whom it waits
 
 
 @dataclass
@@ -28,6 +36,7 @@ class Rendezvous:
 
     transport: None in a world of one, where there is nobody to meet.
     wrap: what every lane is wrapped in, for whoever wants to watch it.
+    server: the store, where this process serves it.
     """
 
     env: Environment
@@ -37,16 +46,12 @@ class Rendezvous:
     transport: Transport | None = None
     wrap: Callable[[Comm], Comm] = lambda lane: lane
     route: Route = field(default_factory=Route)
+    server: StoreServer | None = None
 
     @property
     def device(self) -> torch.device:
         """Where this worker's tensors live."""
         return torch.device("cuda", self.env.local_rank) if "nccl" in self.backend else torch.device("cpu")
-
-    @property
-    def serves(self) -> bool:
-        """Does this process serve the store?"""
-        return self.transport is not None and self.env.rank == 0 and not self.env.served
 
     def group(self, rank: int, world_size: int, *, epoch: int = 0, joined: Collection[int] = ()) -> Group:
         """Meet the members of an epoch, under a prefix of its own in the store. Every member calls it."""
@@ -54,7 +59,7 @@ class Rendezvous:
             group = Group.single()
             group.epoch = epoch
             return group
-        store = dist.PrefixStore(f"epoch {epoch}", self.transport.store) if epoch else self.transport.store
+        store = self.transport.store.under(f"epoch {epoch}") if epoch else self.transport.store
         transport = Transport(store, self.backend, self.transport.timeout_s)
         board = _greet(store, rank, world_size, transport.timeout_s)
         found: list[Route] = []  # at the first lane: by then this process can tell the others if they do not agree
@@ -79,19 +84,20 @@ def meet(env: Environment, *, backend: str | None, timeout_s: float, group: Any 
     if env.world_size == 1:
         return Rendezvous(env, 0, 1, backend)
     check_transport()
-    timeout = datetime.timedelta(seconds=timeout_s)
-    if dist.is_initialized():  # by the user's script
-        if (dist.get_rank(), dist.get_world_size()) != (env.rank, env.world_size):
-            raise UsageError(
-                f"torch.distributed says worker {dist.get_rank()} of {dist.get_world_size()}, "
-                f"the environment says worker {env.rank} of {env.world_size}",
-                do="initialise the process group from the environment, or leave it to paceline.prepare",
-            )
-        theirs = dist.distributed_c10d._get_default_store()
-        store = _store(env, timeout) if env.served else dist.PrefixStore("paceline", theirs)
-    else:
-        store = _store(env, timeout)
-    return Rendezvous(env, env.rank, env.world_size, backend, Transport(store, backend, timeout_s))
+    theirs = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (env.rank, env.world_size)
+    if theirs != (env.rank, env.world_size):
+        raise UsageError(
+            f"torch.distributed says worker {theirs[0]} of {theirs[1]}, "
+            f"the environment says worker {env.rank} of {env.world_size}",
+            do="initialise the process group from the environment, or leave it to paceline.prepare",
+        )
+    return _at(meeting_place.find(env, timeout_s), env, env.rank, env.world_size, backend, timeout_s)
+
+
+def _at(
+    there: MeetingPlace, env: Environment, rank: int, world_size: int, backend: str, timeout_s: float
+) -> Rendezvous:
+    return Rendezvous(env, rank, world_size, backend, Transport(there.store(), backend, timeout_s), server=there.server)
 
 
 def _of_process_group(env: Environment, backend: str, timeout_s: float, group: Any) -> Rendezvous:
@@ -112,9 +118,7 @@ def _of_process_group(env: Environment, backend: str, timeout_s: float, group: A
     if world_size == 1:
         return Rendezvous(env, 0, 1, backend)
     check_transport()
-    ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
-    store = dist.PrefixStore(f"paceline/{ranks}", dist.distributed_c10d._get_default_store())
-    return Rendezvous(env, rank, world_size, backend, Transport(store, backend, timeout_s))
+    return _at(meeting_place.find(env, timeout_s, group), env, rank, world_size, backend, timeout_s)
 
 
 def _backend(asked: str | None, env: Environment) -> str:
@@ -129,78 +133,45 @@ def _backend(asked: str | None, env: Environment) -> str:
     return "cpu:gloo,cuda:nccl" if asked == "nccl" else asked  # set-up and loader speak of tensors on the CPU
 
 
-_opened: dict[tuple[str, int], Any] = {}  # stores of this process: one that is served cannot be opened twice
-_meetings = 0  # how often this process has met the others: after a shutdown it may do so again
-
-
-def _store(env: Environment, timeout: datetime.timedelta) -> Any:
-    """The c10d store, under a prefix that no earlier meeting of these workers has used."""
-    global _meetings
-    where = (env.address, env.port)
-    if where not in _opened:
-        _opened[where] = _open_store(env, timeout)
-    prefix = board_prefix() if _meetings == 0 else f"{board_prefix()}/meeting {_meetings}"
-    _meetings += 1
-    return dist.PrefixStore(prefix, _opened[where])
-
-
-def _open_store(env: Environment, timeout: datetime.timedelta) -> Any:
-    """Connect to the store. Worker 0 serves it, on its own address only, unless the launcher does."""
-    serves = env.rank == 0 and not env.served
-    extra: dict[str, Any] = {"master_listen_fd": _listen(env).detach()} if serves else {}
-    try:
-        return dist.TCPStore(env.address, env.port, None, serves, timeout, wait_for_workers=False, **extra)
-    except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
-        raise PeerTimeoutError(
-            f"worker {env.rank} cannot reach the store at {env.address}:{env.port}",
-            why=str(error).splitlines()[0],
-            do="check MASTER_ADDR and MASTER_PORT, that worker 0 (or the launcher) runs, and the firewall between them",
-            worker=0,
-        ) from None
-
-
-def _listen(env: Environment) -> socket.socket:
-    family = socket.getaddrinfo(env.address, env.port)[0][0]
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((env.address, env.port))
-    except OSError as error:
-        sock.close()
-        with socket.socket(family, socket.SOCK_STREAM) as free:
-            free.bind((env.address if error.errno == 98 else "", 0))
-            other = free.getsockname()[1]
-        raise UsageError(
-            f"worker 0 cannot listen on {env.address}:{env.port}",
-            why=str(error),
-            do=f"set MASTER_PORT to a free port on every worker, say {other}; MASTER_ADDR must be worker 0's own",
-        ) from None
-    sock.listen(1024)
-    return sock
-
-
-def _greet(store: Any, rank: int, world_size: int, timeout_s: float) -> StoreBoard:
+def _greet(store: Store, rank: int, world_size: int, timeout_s: float) -> StoreBoard:
     """Claim the rank and wait for all others; say who is missing, and who is there twice."""
     board = StoreBoard(store, rank, world_size, timeout_s)
-    me = f'"{socket.gethostname()}:{os.getpid()}"'
-    holder = store.compare_set(f"here/{rank}", "", me).decode()
+    me = json.dumps({"where": f"{socket.gethostname()}:{os.getpid()}", "pid": os.getpid(), "place": place()})
+    holder = store.compare_set(f"here/{rank}", "", me).decode(errors="replace")
     if holder != me:
         raise MismatchError(
             f"two workers say they are worker {rank}",
-            why=f"{holder} came first, this is {me}",
+            why=f"{_where(json.loads(holder))} came first, this is {_where(json.loads(me))}",
             do="give every worker its own RANK",
             worker=rank,
         )
-    end = time.monotonic() + timeout_s
-    while len(here := board.others("here")) < world_size - 1:
+    store.leave_will(DEAD, str(rank))
+    began = time.monotonic()
+    answer, told = store.collect("here", world_size, timeout_s), False
+    while not answer.has_come:
+        store.connection.wait_for(answer, board.news(), seconds=0.5)
+        if answer.has_come:
+            break
         board.raise_cause()
-        if time.monotonic() > end:
-            missing = sorted(set(range(world_size)) - set(here) - {rank})
-            raise PeerTimeoutError(
-                f"workers {missing} of {world_size} did not come within {timeout_s:g} s",
-                why=f"here are {', '.join(f'{r} on {w}' for r, w in sorted((here | {rank: me}).items()))}",
-                do="start them, with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
-                worker=missing[0],
-            )
-        time.sleep(0.01)
+        if not told and time.monotonic() - began > _PATIENT_S:
+            told = True
+            here = board.others("here")
+            if min(here, default=rank) >= rank:  # one says it for all
+                missing = sorted(set(range(world_size)) - set(here) - {rank})
+                print(f"paceline: worker {rank} waits for workers {missing} to come", file=sys.stderr, flush=True)
+    if answer.fields() is None:
+        here = board.others("here") | {rank: json.loads(me)}
+        missing = sorted(set(range(world_size)) - set(here))
+        raise PeerTimeoutError(
+            f"workers {missing} of {world_size} did not come within {timeout_s:g} s",
+            why=f"here are {', '.join(f'{r} on {_where(one)}' for r, one in sorted(here.items()))}",
+            do="start them, with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+            worker=missing[0] if missing else None,
+        )
+    others = board.others("here")
+    board.processes = {r: int(one["pid"]) for r, one in others.items() if one["place"] == place()}
     return board
+
+
+def _where(one: Any) -> str:
+    return plain(str(one["where"]))[:200]

@@ -1,9 +1,9 @@
 """How a worker waits for others: with a timeout, and with regular checks for failures.
 
 [Note: waiting] A blocked gloo collective ends early only by its own timeout, and its buffer may still be written to
-after that. So a wait is cut into time slices. After each slice the worker checks the board for a cause that another
-worker posted, for a worker that is gone, and for workers that wait for different operations. An operation that ends
-within its first slice, the fast path, pays nothing for this.
+after that. So a wait is cut into time slices. After each slice the worker looks whether another worker has posted a
+cause or is gone, of which the store has told it by then, and now and then for workers that wait for different
+operations. An operation that ends within its first slice, the fast path, pays nothing for this.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.comm.protocol import Board
 
-SLICE_S = 0.5
+SLICE_S = 0.1
 
 
 class EndedError(RuntimeError):

@@ -62,7 +62,7 @@ def prepare_peer(name: str, model: nn.Module, optimizer: Optimizer, rendezvous: 
     if rendezvous is not None and transport is not None and not dist.is_initialized():
         dist.init_process_group(
             rendezvous.backend,
-            store=dist.PrefixStore("group", transport.store),
+            store=transport.torch_store("group"),
             rank=rendezvous.rank,
             world_size=rendezvous.world_size,
             timeout=datetime.timedelta(seconds=transport.timeout_s),

@@ -12,12 +12,12 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-from paceline.comm.board import StoreBoard, StoreLostError
+from paceline.comm.board import StoreBoard
 from paceline.comm.dist import Transport
-from paceline.comm.environment import board_prefix
 from paceline.comm.protocol import Comm
+from paceline.comm.store import StoreLostError
 from paceline.comm.threads import Room, ThreadComm
-from paceline.errors import PeerError, PeerTimeoutError, UsageError
+from paceline.errors import PeerError, PeerTimeoutError
 from paceline.server.launch import ServerArguments, ServerHome, start, wait_for
 from paceline.server.messages import MessageChannel, MessageCode, ServerMessage
 from paceline.server.requests import RequestHandler
@@ -105,12 +105,9 @@ class ServerBoard:
 
     def cause_or(self, error: PeerError) -> PeerError:
         """The cause that another worker posts within a short time; otherwise this error, which is posted."""
-        end = time.monotonic() + _GRACE_S
         with contextlib.suppress(StoreLostError):
-            while time.monotonic() < end:
-                time.sleep(0.05)
-                if cause := self._board.cause():
-                    return cause
+            if cause := self._board.posted_cause(_GRACE_S):
+                return cause
         return self.post(error)
 
     def post(self, error: PeerError) -> PeerError:
@@ -167,16 +164,10 @@ def connect(comm: Comm, servers: int) -> list[ServerConnection]:
 
 
 def _connect(comm: Comm, board: StoreBoard, servers: int) -> list[ServerConnection]:
-    transport = Transport(board.store, timeout_s=board.timeout_s).unprefixed()
-    if transport.address is None:
-        raise UsageError(
-            f"the workers meet in a {type(transport.store).__name__}, which servers cannot reach",
-            do="start the script with `paceline run` or torchrun, or init_process_group with an address",
-        )
+    transport = Transport(board.store.root, timeout_s=board.timeout_s)
     each = [
         ServerArguments(
-            *transport.address,
-            f"{board_prefix()}/servers/{comm.name}",
+            f"{board.store.prefix}servers/{comm.name}",
             server=s,
             worker=s % comm.world_size,
             world_size=comm.world_size,
@@ -185,7 +176,7 @@ def _connect(comm: Comm, board: StoreBoard, servers: int) -> list[ServerConnecti
         )
         for s in range(servers)
     ]
-    started = [start(arguments) for arguments in each if arguments.worker == comm.rank]
+    started = [start(arguments, transport) for arguments in each if arguments.worker == comm.rank]
     homes = [wait_for(arguments, transport, board, started) for arguments in each]
     tape = getattr(comm, "tape", None)  # only a lane that is traced has one
     on_vector = tape.servers(comm.name) if tape is not None else None

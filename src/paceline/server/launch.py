@@ -8,14 +8,17 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from paceline.comm.board import StoreBoard
 from paceline.comm.dist import PairComm, Transport
 from paceline.comm.protocol import Board
+from paceline.comm.store import Store, StoreConnection
 from paceline.errors import PeerError
+
+_LOOK_S = 0.1
 
 
 class ServerHome(msgspec.Struct, frozen=True):
@@ -27,10 +30,8 @@ class ServerHome(msgspec.Struct, frozen=True):
 
 
 class ServerArguments(NamedTuple):
-    """The command line of a server's process: where it meets the workers, and which server it is."""
+    """The command line of a server's process: which server it is. Its environment says where it meets the workers."""
 
-    host: str  # of the store
-    port: int  # of the store
     prefix: str  # of everything that this group's servers write in the store
     server: int
     worker: int  # the rank that starts the server
@@ -41,12 +42,13 @@ class ServerArguments(NamedTuple):
     @classmethod
     def parse(cls, words: list[str]) -> ServerArguments:
         """The opposite of writing the fields as words."""
-        host, port, prefix, server, worker, world_size, timeout_s, parent = words
-        return cls(host, int(port), prefix, int(server), int(worker), int(world_size), float(timeout_s), int(parent))
+        prefix, server, worker, world_size, timeout_s, parent = words
+        return cls(prefix, int(server), int(worker), int(world_size), float(timeout_s), int(parent))
 
     def transport(self) -> Transport:
         """A connection to the store, for the server's process."""
-        return Transport.at(self.host, self.port, self.timeout_s)
+        connection = StoreConnection.invited(f"server {self.server}", self.timeout_s)
+        return Transport(Store(connection), timeout_s=self.timeout_s)
 
     def lane(self, transport: Transport, board: Board, worker: int, *, serves: bool) -> PairComm:
         """The lane between this server, which is rank 1 of it, and a worker, which is rank 0. Both must call it."""
@@ -65,14 +67,14 @@ class ServerArguments(NamedTuple):
 _started: list[subprocess.Popen[bytes]] = []  # kept, since Python warns of a Popen object that dies before its process
 
 
-def start(arguments: ServerArguments) -> subprocess.Popen[bytes]:
+def start(arguments: ServerArguments, transport: Transport) -> subprocess.Popen[bytes]:
     """Start a server's process, which ends by itself when this one does."""
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     _started.append(
         subprocess.Popen(
             [sys.executable, "-P", "-m", "paceline.server", *map(str, arguments)],
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, **transport.store.connection.invitation(), "PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
         )
     )
@@ -83,9 +85,8 @@ def wait_for(
     arguments: ServerArguments, transport: Transport, board: StoreBoard, started: Sequence[subprocess.Popen[bytes]]
 ) -> ServerHome:
     """Wait until a server has started; raise if one of those that this worker started has ended instead."""
-    store: Any = transport.store
     end = time.monotonic() + arguments.timeout_s
-    while not store.check([arguments.key]):
+    while (home := transport.store.get(arguments.key, _LOOK_S)) is None:
         board.raise_cause()
         dead = next((p for p in started if p.poll() is not None), None)
         if dead is not None or time.monotonic() > end:
@@ -95,5 +96,4 @@ def wait_for(
                 do=f"look at the output of worker {arguments.worker}, which starts it",
                 worker=arguments.worker,
             )
-        time.sleep(0.02)
-    return msgspec.json.decode(store.get(arguments.key), type=ServerHome)
+    return msgspec.json.decode(home, type=ServerHome)

@@ -103,7 +103,7 @@ class Session:
             rendezvous.wrap = lambda lane: TracedComm(lane, watching)
             trace_hooks.watch_optimizers(tape)
         group = rendezvous.group(rendezvous.rank, rendezvous.world_size)
-        process = WorkerProcess(group, timeout_s=settings.timeout, serves=rendezvous.serves)
+        process = WorkerProcess(group, timeout_s=settings.timeout, server=rendezvous.server)
         process.watch_exit()
         try:
             return cls._begin(env, settings, rendezvous, process, tape)

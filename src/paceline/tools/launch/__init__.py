@@ -1,8 +1,8 @@
 """Starting a job's workers on this host, and watching them until the last one has ended."""
 
-from paceline.comm.cause import Cause
+from paceline.comm.cause import CAUSE, Cause
 from paceline.tools.launch.environment import cores, worker_env
-from paceline.tools.launch.job import CAUSE, MOST_WORKERS, JobSpec, LocalJob, forwarding_signals, launch
+from paceline.tools.launch.job import MOST_WORKERS, JobSpec, LocalJob, forwarding_signals, launch
 from paceline.tools.launch.output import WorkerOutput
 from paceline.tools.launch.site import PORT, LaunchSite, own_addresses
 from paceline.tools.launch.supervisor import GRACE_S, LaunchedWorker, Supervisor, WorkerCommand

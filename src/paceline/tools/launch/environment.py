@@ -10,13 +10,21 @@ from paceline.tools.launch.site import LaunchSite
 
 
 def worker_env(
-    rendezvous: LaunchSite, *, local_rank: int, workers: int, port: int, base: Mapping[str, str]
+    rendezvous: LaunchSite,
+    *,
+    local_rank: int,
+    workers: int,
+    port: int,
+    base: Mapping[str, str],
+    store: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """The environment of one worker: `base`, and its place among the others.
 
     OMP_NUM_THREADS and GLOO_SOCKET_IFNAME are only set where `base` does not: one worker's threads must not
     take another's cores, and gloo must listen nowhere but where the workers rendezvous. CUDA_VISIBLE_DEVICES is
     never touched: a worker chooses its GPU by LOCAL_RANK.
+
+    port: for a process group that the script makes by itself. store: the variables by which the store is found.
     """
     env = dict(base)
     env.update(
@@ -28,7 +36,8 @@ def worker_env(
         MASTER_PORT=str(port),
         PYTHONUNBUFFERED="1",
     )
-    env[SERVED] = "True"
+    env.pop(SERVED, None)  # of a launcher around this one
+    env.update(store or {})
     defaults = {"OMP_NUM_THREADS": str(max(1, cores() // workers)), "GLOO_SOCKET_IFNAME": rendezvous.interface}
     for name, value in defaults.items():
         if value and not env.get(name):

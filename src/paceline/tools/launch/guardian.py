@@ -3,8 +3,8 @@
 The kernel kills the workers when their launcher dies, but not what they have started themselves: data loaders, a
 parameter server, a program of the user's in a session of its own. All of these have inherited the launcher's mark, a
 variable of their environment. The guardian reads from a pipe whose other end only the launcher holds, so it learns of
-the launcher's end however that comes about, and kills every process that has the mark. A launcher that ends by itself
-dismisses it first.
+the launcher's end however that comes about, and kills every process that has the mark; then it removes the folders of
+the launcher's stores. A launcher that ends by itself dismisses it first.
 
 The process runs this file by its path and imports the standard library only: it starts in some 20 ms.
 """
@@ -18,7 +18,9 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 MARK = "PACELINE_GUARD"
@@ -32,10 +34,11 @@ class Guardian:
     def __init__(self) -> None:
         self._pid = os.getpid()
         own = secrets.token_hex(16)
+        self.folder_name = f"paceline-{secrets.token_hex(4)}-"  # how the names of the job's folders begin
         # A launcher may run inside a worker of another one: then its workers belong to both.
         self.mark = "/".join(filter(None, (os.environ.get(MARK), own)))
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, own],
+            [sys.executable, "-I", "-S", __file__, own, self.folder_name, tempfile.gettempdir()],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -62,11 +65,21 @@ _guardian: Guardian | None = None
 
 
 def mark() -> str:
-    """The mark for the workers of this process, whose guardian is started when it is first asked for."""
+    """The mark for the workers of this process."""
+    return _own().mark
+
+
+def folder_name() -> str:
+    """How the name of a folder must begin that the guardian is to remove after a launcher that was killed."""
+    return _own().folder_name
+
+
+def _own() -> Guardian:
+    """The guardian of this process, which is started when it is first asked for."""
     global _guardian
     if _guardian is None or not _guardian.is_mine:
         _guardian = Guardian()
-    return _guardian.mark
+    return _guardian
 
 
 def sweep(own: bytes) -> int:
@@ -86,6 +99,15 @@ def sweep(own: bytes) -> int:
     return found
 
 
+def remove_folders(name: str, parents: Collection[str]) -> None:
+    """Remove the folders of this name, each of which has a socket in it."""
+    for folder in (entry for parent in parents for entry in Path(parent).glob(f"{name}*")):
+        with contextlib.suppress(OSError):
+            for entry in folder.iterdir():
+                entry.unlink()
+            folder.rmdir()
+
+
 def main() -> None:
     """Wait for the launcher's end."""
     own = sys.argv[1].encode()
@@ -94,6 +116,7 @@ def main() -> None:
     end = time.monotonic() + _SWEEP_S
     while sweep(own) and time.monotonic() < end:
         time.sleep(0.01)
+    remove_folders(sys.argv[2], {sys.argv[3], "/tmp"})
 
 
 if __name__ == "__main__":

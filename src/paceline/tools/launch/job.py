@@ -10,22 +10,17 @@ SIGINT, SIGTERM and SIGHUP to the launcher are passed on to the workers, which t
 a second signal kills them at once, and a second later the launcher ends whatever it is doing. See also
 [Note: no worker is left behind] in supervisor.py.
 
-[Note: the launcher's threads] One thread watches the workers and waits for nothing else. Another makes every call of
-the store, because such a call may never return: the host of the store may be gone without a word.
+[Note: the launcher's threads] One thread watches the workers and waits for nothing else, but for the first host before
+it starts them on another one. A second does what concerns the store (job_store.py), whose calls may take seconds.
 
-The launcher serves the store, so the store outlives every worker, and it listens on one address only:
-loopback on a single host. (Given a host name, torch's own store listens on every interface.) Between hosts
-the store has no password, as torch's has none: use a network you trust.
+The launcher serves the store, so the store outlives every worker.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
-import importlib
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -35,20 +30,22 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from paceline.comm.cause import Cause, of_worker
-from paceline.comm.environment import board_prefix
-from paceline.errors import PeerError, UsageError
+from paceline.comm.cause import CAUSE, SAID, Cause, of_worker
+from paceline.comm.store import Store
+from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.tools.launch.environment import worker_env
+from paceline.tools.launch.job_store import JobStore
 from paceline.tools.launch.output import WorkerOutput
 from paceline.tools.launch.site import LaunchSite
 from paceline.tools.launch.supervisor import GRACE_S, LaunchedWorker, Supervisor, WorkerCommand
 
 MOST_WORKERS = 256  # on one host
-CAUSE = f"{board_prefix({})}/cause"  # the store's key for the first cause
-_HERE = f"{board_prefix({})}/here/"  # and, with a rank behind it, what each worker writes when it joins the others
+_HERE = "here"  # the store's key, with a rank behind it, for what each worker writes when it joins the others
 _GONE = "launchers gone"  # the store's key that counts the hosts whose workers have all ended
 _LINGER_S = 30.0  # how long the first host keeps the store up for the others
-_STORE_S = 0.1  # how often the store is looked at
+_STORE_S = 0.1  # how often the answers of the store are looked at
+_EVER_S = 86400.0
+_LONGEST_SAID = 500  # characters
 _LAST_RESORT_S = 1.0  # from the second signal until the launcher ends without tidying up
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -94,7 +91,7 @@ class LocalJob:
         self.cause: Cause | None = None
         self.stopped_by: int | None = None  # the signal that ended the job
         self._supervisor = Supervisor(grace_s=spec.grace_s)
-        self._store: Any = None
+        self._shared = JobStore(spec.rendezvous, list(spec.argv), spec.workers, output.tell)
         self._store_error = ""
         self._cause_unsent = False  # there is a cause that is not in the store yet
         self._store_settled = threading.Event()  # the store can be used, or never will
@@ -111,35 +108,45 @@ class LocalJob:
         return self._supervisor.workers
 
     def start(self) -> None:
-        """Start the workers and the threads that serve them."""
-        rendezvous = self.spec.rendezvous
-        listener = rendezvous.inside(rendezvous.listen) if rendezvous.index == 0 else None
-        port = listener.getsockname()[1] if listener else rendezvous.port
+        """Start the workers and the threads that serve them; on the other hosts, once the first one is there."""
+        first = self.spec.rendezvous.index == 0
+        if first:
+            self._shared.serve()
+            self._start_workers()
+        self._storing = threading.Thread(target=self._tend_store, name="tend store", daemon=True)
+        self._watching = threading.Thread(
+            target=self._watch if first else self._join, name="watch workers", daemon=True
+        )
+        self._watching.start()
+        self._storing.start()
+
+    def _start_workers(self) -> None:
         try:
             for local_rank in range(self.spec.workers):
-                self.output.add(self._supervisor.start(self._command(local_rank, port)))
+                self.output.add(self._supervisor.start(self._command(local_rank)))
         except BaseException as error:
             self._supervisor.kill()
-            if listener:
-                listener.close()
+            self._shared.close()
             if isinstance(error, OSError):
                 raise UsageError(f"cannot start {self.spec.argv[0]}", why=str(error)) from None
             raise
-        # The workers are already importing torch. One thread does the same for the store, while the other watches.
-        self._storing = threading.Thread(target=self._tend_store, args=(listener, port), name="store", daemon=True)
-        self._watching = threading.Thread(target=self._watch, name="watch workers", daemon=True)
         self.output.start()
-        self._storing.start()
-        self._watching.start()
 
-    def _command(self, local_rank: int, port: int) -> WorkerCommand:
-        spec, rendezvous = self.spec, self.spec.rendezvous
+    def _command(self, local_rank: int) -> WorkerCommand:
+        spec, rendezvous, shared = self.spec, self.spec.rendezvous, self._shared
         base = {**os.environ, **spec.env}
         pipe = None if self.output.inherits(spec.world_size) else subprocess.PIPE
         return WorkerCommand(
             rank=rendezvous.index * spec.workers + local_rank,
             argv=[*rendezvous.prefix(local_rank, spec.workers), *spec.argv],
-            env=worker_env(rendezvous, local_rank=local_rank, workers=spec.workers, port=port, base=base),
+            env=worker_env(
+                rendezvous,
+                local_rank=local_rank,
+                workers=spec.workers,
+                port=shared.master_port,
+                base=base,
+                store=shared.variables,
+            ),
             stdout=pipe,
             stderr=pipe,
         )
@@ -159,7 +166,7 @@ class LocalJob:
         """The exit code of the first cause; 0 if all went well; 4 if a worker was killed."""
         codes = {worker.rank: worker.code for worker in self.workers}
         if self.stopped_by is not None:
-            return 128 + self.stopped_by if any(codes.values()) else 0
+            return 128 + self.stopped_by if any(codes.values()) or not codes else 0
         if self.cause is None:
             return 0
         own = None if self.cause.worker is None else codes.get(self.cause.worker)
@@ -177,9 +184,7 @@ class LocalJob:
         if not self._done.is_set():
             self.stop()
             self._done.wait()
-        self._store_settled.wait(_LINGER_S)  # a process must not end while one of its threads imports torch
-        self._storing.join(_LAST_RESORT_S)  # a call of the store may never return
-        self._store = None
+        self._storing.join(_LINGER_S)
 
     def __enter__(self) -> LocalJob:
         return self
@@ -187,11 +192,11 @@ class LocalJob:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def store(self, timeout: float = 60.0) -> Any:
-        """The job's torch.distributed.TCPStore, for a caller that has something to tell the workers."""
-        if not self._store_settled.wait(timeout) or self._store is None:
+    def store(self, timeout: float = 60.0) -> Store:
+        """The job's store, for a caller that has something to tell the workers."""
+        if not self._store_settled.wait(timeout) or self._store_error:
             raise PeerError("the job's store cannot be reached", why=self._store_error)
-        return self._store
+        return self._shared.store
 
     def summary(self) -> dict[str, Any]:
         """How the job ended, as JSON has it."""
@@ -203,75 +208,56 @@ class LocalJob:
 
     # ------------------------------------------------------------------------------------------ the store
 
-    def _open_store(self, listener: socket.socket | None, port: int) -> None:
-        """Serve the store on the first host; on the other hosts, connect to it."""
+    def _tend_store(self) -> None:
+        """Do all that concerns the store, in a thread of its own. See [Note: the launcher's threads]."""
         try:
-            # Imported here because the command line starts without torch. This is not the data path: gradients
-            # never pass through the launcher.
-            dist: Any = importlib.import_module("torch.distributed")
-            rendezvous, wait = self.spec.rendezvous, datetime.timedelta(seconds=self.spec.grace_s)
-            common = {"timeout": wait, "wait_for_workers": False}
-            if listener:
-                fd = listener.detach()
-                self._store = rendezvous.inside(
-                    lambda: dist.TCPStore(rendezvous.address, port, None, True, master_listen_fd=fd, **common)
-                )
-            elif self._reach(rendezvous.address, port):
-                self._store = dist.TCPStore(rendezvous.address, port, None, False, **common)
-        except Exception as error:
-            self._store_error = f"{type(error).__name__}: {error}"
-        finally:
-            self._store_settled.set()
-
-    def _reach(self, address: str, port: int) -> bool:
-        """Wait until the first host listens, which may be started later than this one."""
-        while not self._done.is_set():
-            try:
-                socket.create_connection((address, port), timeout=1).close()
-                return True
-            except OSError:
-                self._done.wait(0.2)
-        return False
-
-    def _tend_store(self, listener: socket.socket | None, port: int) -> None:
-        """Do all that concerns the store, in the store's own thread. See [Note: the launcher's threads]."""
-        try:
-            self._open_store(listener, port)
-            while not self._ended.is_set() and self._store is not None:
+            if self.spec.rendezvous.index == 0:
+                self._shared.connect()
+                self._store_settled.set()
+            while not self._store_settled.wait(_STORE_S):
+                if self._ended.is_set():
+                    return
+            store = self._shared.store
+            cause, said = store.when_any([CAUSE], _EVER_S), store.when_any([SAID], _EVER_S)
+            while not self._ended.is_set():
                 self._send_cause()
                 if self.cause is None:
-                    self._look_for_other_hosts()
+                    if cause.has_come and self.spec.rendezvous.hosts > 1:
+                        cause.fields()  # raises if what has come is the end of the connection
+                        self._blame(Cause(None, "a worker of another host failed"))
                     self._look_for_absent()
+                if said.has_come and self.spec.rendezvous.index == 0 and (fields := said.fields()):
+                    self.output.tell(fields[1].decode(errors="replace")[:_LONGEST_SAID])
+                    store.delete(SAID)
+                    said = store.when_any([SAID], _EVER_S)
                 self._store_news.wait(_STORE_S)
                 self._store_news.clear()
-            self._ended.wait()
             self._send_cause()
             self._wait_for_other_hosts()
-        except (RuntimeError, AttributeError) as error:  # without a store no worker can be told
-            self._store_error = self._store_error or str(error)
+        except PacelineError as error:  # without a store no worker can be told
+            self._store_error = self._store_error or f"{error.what}: {error.why}"
+            self._blame(Cause(None, "the launcher has lost the job's store", why=error.why, do=error.do))
         finally:
+            self._store_settled.set()
             self._store_left.set()
 
     def _send_cause(self) -> None:
         """Write the cause to the store; an earlier one that stands there already becomes the cause."""
-        if self._cause_unsent and self.cause and self._store is not None:
+        if self._cause_unsent and self.cause:
             self._cause_unsent = False
-            earlier = self._store.compare_set(CAUSE, "", self.cause.encode())
+            earlier = self._shared.store.compare_set(CAUSE, "", self.cause.encode())
             self.cause = Cause.decode(earlier.decode(errors="replace"))
-
-    def _look_for_other_hosts(self) -> None:
-        """Look for a failed worker of another host: workers here may be blocked where they cannot notice it."""
-        if self.spec.rendezvous.hosts > 1 and self._store.check([CAUSE]):
-            self._blame(Cause(None, "a worker of another host failed"))
 
     def _look_for_absent(self) -> None:
         """Look for a worker that has ended without ever joining the others, while one of them waits for it."""
-        ended = [w.rank for w in self.workers if w.code == 0 and not self._store.check([f"{_HERE}{w.rank}"])]
-        if ended and any(self._store.check([f"{_HERE}{rank}"]) for rank in range(self.spec.world_size)):
+        ended = [w.rank for w in self.workers if w.code == 0]
+        here = self._shared.store.collected(_HERE, self.spec.world_size) if ended else {}
+        absent = [rank for rank in ended if rank not in here]
+        if absent and here:
             self._blame(
                 Cause(
-                    ended[0],
-                    f"worker {ended[0]} ended, with exit code 0, before it called paceline.prepare",
+                    absent[0],
+                    f"worker {absent[0]} ended, with exit code 0, before it called paceline.prepare",
                     why="the other workers wait for it there",
                     do="let every worker call prepare, or start only those that do: --workers",
                 )
@@ -279,14 +265,16 @@ class LocalJob:
 
     def _wait_for_other_hosts(self) -> None:
         """Keep the store of several hosts up until the last of them needs it no more."""
-        rendezvous = self.spec.rendezvous
-        if rendezvous.hosts == 1 or self._store is None:
+        rendezvous, store = self.spec.rendezvous, self._shared.store
+        if rendezvous.hosts == 1:
             return
         until = time.monotonic() + (2 * self.spec.grace_s if self.cause else _LINGER_S)
-        gone = self._store.add(_GONE, 1)
+        gone = store.add(_GONE, 1)
+        if rendezvous.index:
+            store.take_back_will()
         while rendezvous.index == 0 and gone < rendezvous.hosts and time.monotonic() < until and not self.stopped_by:
             time.sleep(0.05)
-            gone = self._store.add(_GONE, 0)
+            gone = store.add(_GONE, 0)
 
     def _leave_store(self) -> None:
         """Every worker here has ended: give the thread of the store its time, which is short after a signal."""
@@ -300,19 +288,32 @@ class LocalJob:
 
     # ------------------------------------------------------------------------------------------ the workers
 
+    def _join(self) -> None:
+        """On another host than the first: wait for that, start the workers, and watch them."""
+        try:
+            self._shared.join(lambda: self._stops > 0)
+            self._start_workers()
+            self._store_settled.set()
+        except PacelineError as error:
+            if self.stopped_by is None:
+                self.cause = Cause(None, error.what, error.why, error.do, kind=type(error).__name__)
+        self._watch()
+
     def _watch(self) -> None:
         try:
             while self._supervisor.running:
                 for worker in self._supervisor.watch(0.1):
                     if worker.code and self.cause is None:
                         self._blame(self._describe(worker, worker.code))
-                if self._store_error and self.spec.rendezvous.index == 0 and not self.cause:
-                    self._blame(Cause(None, "the launcher cannot serve the store", why=self._store_error))
+                if self.cause is not None:
+                    self._supervisor.kill_stopped()
             self._leave_store()
         except Exception as error:  # a watcher that fails must not look like a job that went well
             self.cause = Cause(None, "the launcher failed", why=f"{type(error).__name__}: {error}")
         finally:
             self._supervisor.kill()
+            self._ended.set()
+            self._shared.close()
             self.output.finish()
             self._done.set()
 

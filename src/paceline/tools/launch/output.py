@@ -13,6 +13,7 @@ from collections import deque
 from pathlib import Path
 from typing import IO, Literal
 
+from paceline.errors import plain
 from paceline.tools.launch.last_words import LastWords, last_words
 from paceline.tools.launch.supervisor import LaunchedWorker
 
@@ -95,6 +96,11 @@ class WorkerOutput:
         """Begin to read the workers' pipes."""
         self._thread.start()
 
+    def tell(self, line: str) -> None:
+        """Show a line of the launcher's own."""
+        if self.err is not None:
+            self._write(self.err, f"paceline: {plain(line)}\n".encode())
+
     def last_words(self, rank: int) -> LastWords:
         """What the stderr of an ended worker says about its end."""
         if rank not in self._streams:
@@ -107,7 +113,8 @@ class WorkerOutput:
     def finish(self) -> None:
         """Pass on what is still in the pipes once every worker has ended, even if grandchildren hold them open."""
         self._stop.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         self._show_hidden_failures()
         for stream in (s for streams in self._streams.values() for s in streams):
             stream.pipe.close()

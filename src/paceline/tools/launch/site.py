@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from paceline.comm.store_address import StoreAddress
 from paceline.errors import PeerError, UsageError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class LaunchSite:
     index: int = 0  # of this host
     hosts: int = 1
     port: int = 0  # of the store; 0: any free one
+    names: tuple[str, ...] = ()  # of the hosts, as they were given
     lab: Lab | None = None  # where this machine is several hosts, each in a network namespace
 
     @classmethod
@@ -61,7 +63,7 @@ class LaunchSite:
         if not _resolve(hosts[0]):
             raise PeerError(f"cannot resolve {hosts[0]!r}", do="list the first host by its address")
         first = address if index == 0 else hosts[0]
-        return cls(address=first, own_address=address, index=index, hosts=len(hosts), port=port)
+        return cls(address=first, own_address=address, index=index, hosts=len(hosts), port=port, names=tuple(hosts))
 
     @classmethod
     def in_lab(cls, lab: Lab) -> LaunchSite:
@@ -82,14 +84,10 @@ class LaunchSite:
         return self.lab.inside(0, work) if self.lab else work()
 
     def listen(self) -> socket.socket:
-        """Open the store's socket, bound to one address. Left to itself, torch's store would bind every address."""
-        listener = socket.socket(socket.AF_INET6 if ":" in self.own_address else socket.AF_INET)
+        """Open the store's socket, bound to one address."""
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((self.own_address, self.port))
-            listener.listen(1024)
+            return StoreAddress(host=self.own_address, port=self.port).listen()
         except OSError as error:
-            listener.close()
             other = (
                 f"give all hosts another one: --port {_free_port(self.own_address)} is free here" if self.port else ""
             )
@@ -98,7 +96,6 @@ class LaunchSite:
                 why=str(error),
                 do=other or "bring the loopback interface up: ip link set lo up",
             ) from None
-        return listener
 
 
 def own_addresses() -> dict[str, str]:

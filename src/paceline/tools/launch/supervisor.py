@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from paceline.comm.liveness import is_stopped
 from paceline.errors import PeerError
 from paceline.tools.launch import guardian
 
@@ -184,6 +185,13 @@ class Supervisor:
         """Ask the workers to end. After the grace, or when asked again, they are killed."""
         self._stops += 1
         self._signal(signum if self._stops == 1 else signal.SIGKILL)
+
+    def kill_stopped(self) -> None:
+        """Kill workers that are stopped (SIGSTOP) if no other one runs: they could not end by themselves."""
+        running = self.running
+        if all(is_stopped(worker.pid) for worker in running):
+            for worker in running:
+                worker.send(signal.SIGKILL)
 
     def kill(self) -> None:
         """End what still runs, at once. It is safe to call at any time, and again."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import secrets
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from paceline.comm.credentials import Credentials
 from paceline.comm.environment import COLLECTIVES, PACE
 from paceline.errors import PacelineError, UsageError
 from paceline.session.gate import OWN_CONNECTIONS, WIRE
@@ -60,15 +62,18 @@ class RaceNetwork:
         """The placement of each worker of the contender of that number."""
         port = _LAB_PORT + contender if self.lab else _free_port()
         on_host = [rank * self.hosts // self.workers for rank in range(self.workers)]
-        return [self._placement(rank, on_host, port) for rank in range(self.workers)]
+        # Worker 0 serves the store at a port that others can reach, too: those of other users, and of other contenders.
+        shown = Credentials.new(secrets.token_hex(32).encode()).variables()
+        return [self._placement(rank, on_host, port, shown) for rank in range(self.workers)]
 
-    def _placement(self, rank: int, on_host: list[int], port: int) -> WorkerPlacement:
+    def _placement(self, rank: int, on_host: list[int], port: int, shown: Mapping[str, str]) -> WorkerPlacement:
         host = on_host[rank]
         interface = self.lab.interface if self.lab else "lo"
         # Loopback counts every program's bytes on this machine; a host of the lab has its link to itself.
         own_connections = OWN_CONNECTIONS if sys.platform == "linux" else ""
         env = {
             **clean_environment(),
+            **shown,
             "RANK": str(rank),
             "WORLD_SIZE": str(self.workers),
             "LOCAL_RANK": str(rank - on_host.index(host)),
