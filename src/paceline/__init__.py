@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         shutdown,
         world_size,
     )
+    from paceline.session.retry import retry
 
 __all__ = [
     "CheckpointError",
@@ -71,6 +72,7 @@ __all__ = [
     "print",
     "rank",
     "register",
+    "retry",
     "save",
     "shutdown",
     "untimed",
@@ -90,9 +92,12 @@ _COLLECTIVES = (
     "shutdown",
     "world_size",
 )
-_HOME = {"Learners": "learners.learners", "Method": "method", "register": "registry"} | dict.fromkeys(
-    _COLLECTIVES, "session.collectives"
-)
+_HOME = dict.fromkeys(_COLLECTIVES, "session.collectives") | {
+    "Learners": "learners.learners",
+    "Method": "method",
+    "register": "registry",
+    "retry": "session.retry",
+}
 
 
 _show_uncaught()

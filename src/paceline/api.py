@@ -29,10 +29,11 @@ from paceline.core.engine import Engine
 from paceline.core.parts import Part
 from paceline.core.shard import Owned
 from paceline.data.loader import Batch, Loader
+from paceline.data.micro_batches import MicroBatchSize
 from paceline.errors import MethodError, UsageError, nearest
 from paceline.method import Method
 from paceline.method import method as make_method
-from paceline.session import assemble, session
+from paceline.session import assemble, memory_cap, micro_batches, session
 from paceline.session.hooks import watch_for_same_work
 from paceline.session.objects import Objects
 from paceline.session.session import Session, current
@@ -61,6 +62,8 @@ def prepare(
     method: AnyMethod = None,
     batch: Literal["global", "per_worker"] = "global",
     accumulate: int = 1,
+    micro_batch: int | Literal["auto"] | None = None,
+    memory_gb: float | None = None,
     weight: Callable[[Any], float] | None = None,
     loss: Literal["mean", "sum"] = "mean",
     random: Literal["per_worker", "as_seeded"] = "per_worker",
@@ -84,6 +87,8 @@ def prepare(
     method: AnyMethod = None,
     batch: Literal["global", "per_worker"] = "global",
     accumulate: int = 1,
+    micro_batch: int | Literal["auto"] | None = None,
+    memory_gb: float | None = None,
     weight: Callable[[Any], float] | None = None,
     loss: Literal["mean", "sum"] = "mean",
     random: Literal["per_worker", "as_seeded"] = "per_worker",
@@ -107,6 +112,8 @@ def prepare(
     method: AnyMethod = None,
     batch: Literal["global", "per_worker"] = "global",
     accumulate: int = 1,
+    micro_batch: int | Literal["auto"] | None = None,
+    memory_gb: float | None = None,
     weight: Callable[[Any], float] | None = None,
     loss: Literal["mean", "sum"] = "mean",
     random: Literal["per_worker", "as_seeded"] = "per_worker",
@@ -131,6 +138,8 @@ def prepare(
     method: AnyMethod = None,
     batch: Literal["global", "per_worker"] = "global",
     accumulate: int = 1,
+    micro_batch: int | Literal["auto"] | None = None,
+    memory_gb: float | None = None,
     weight: Callable[[Any], float] | None = None,
     loss: Literal["mean", "sum"] = "mean",
     random: Literal["per_worker", "as_seeded"] = "per_worker",
@@ -155,6 +164,8 @@ def prepare(
     method: AnyMethod = None,
     batch: Literal["global", "per_worker"] = "global",
     accumulate: int = 1,
+    micro_batch: int | Literal["auto"] | None = None,
+    memory_gb: float | None = None,
     weight: Callable[[Any], float] | None = None,
     loss: Literal["mean", "sum"] = "mean",
     random: Literal["per_worker", "as_seeded"] = "per_worker",
@@ -174,6 +185,8 @@ def prepare(
     method: AnyMethod = None,
     batch: Literal["global", "per_worker"] = "global",
     accumulate: int = 1,
+    micro_batch: int | Literal["auto"] | None = None,
+    memory_gb: float | None = None,
     weight: Callable[[Any], float] | None = None,
     loss: Literal["mean", "sum"] = "mean",
     random: Literal["per_worker", "as_seeded"] = "per_worker",
@@ -192,6 +205,8 @@ def prepare(
     method: AnyMethod = None,
     batch: Literal["global", "per_worker"] = "global",
     accumulate: int = 1,
+    micro_batch: int | Literal["auto"] | None = None,
+    memory_gb: float | None = None,
     weight: Callable[[Any], float] | None = None,
     loss: Literal["mean", "sum"] = "mean",
     random: Literal["per_worker", "as_seeded"] = "per_worker",
@@ -216,6 +231,9 @@ def prepare(
     batch: "global" (batch_size is shared out) or "per_worker" (every worker takes batch_size, as with DDP).
     accumulate: micro-batches to a step. Write the loop as without it: in between, `step` and `zero_grad` do
         nothing, and the window's gradient is the mean over all its samples. Do not divide the loss.
+    micro_batch: the most samples that a worker computes at once. A larger share is handed out in several iterations of
+        the loop, which make one step as with accumulate. "auto": it is found, by `with paceline.retry():`.
+    memory_gb: the most memory that this process may use: of its GPU, or on a CPU of the host's beside what is mapped.
     weight: how much a batch counts, if not by its samples: `lambda batch: (batch[1] != pad).sum()` for tokens.
     loss: "mean" (of the samples in a batch, as torch's losses are) or "sum" (reduction="sum"): gradients are then
         summed over workers and micro-batches, as one process with all the samples would sum them.
@@ -238,6 +256,8 @@ def prepare(
     given = {
         "batch": batch,
         "accumulate": accumulate,
+        "micro_batch": micro_batch,
+        "memory_gb": memory_gb,
         "weight": weight,
         "loss": loss,
         "random": random,
@@ -255,12 +275,14 @@ def prepare(
     chosen, peer = _method(method, knobs, env)
     sorted_ = Objects.sort(objects)
     sorted_.check()
+    micro_batches.check(settings, sorted_, chosen, peer)
     if peer is not None and settings.loss == "sum":
         raise UsageError(f"{peer} takes the mean of gradients", why="loss='sum' asks for their sum", do="leave one out")
     meta.check(sorted_.models, weights=settings.weights is not None)
     here = session.open_session(env, settings)
     here.process.check_not_forked()
     here.check_new(sorted_)
+    micro_batches.check_alone(settings, here)
     name = peer or str(chosen)
     here.say_hello(sorted_, name)
     here.agree(sorted_, peer or json.dumps(chosen.config(), sort_keys=True), settings)
@@ -280,6 +302,8 @@ def prepare(
     loaders = [_loader(here, source, chosen, settings, engines) for source in sorted_.loaders]
     new |= {id(source): loader for source, loader in zip(sorted_.loaders, loaders, strict=True)}
     here.print_once(name, loaders)
+    if settings.memory_gb is not None:
+        memory_cap.cap(settings.memory_gb, here.rendezvous.device)
     if settings.random == "per_worker":
         here.separate_streams()
     result = tuple(new.get(id(one), one) for one in objects)
@@ -371,6 +395,8 @@ def _loader(here: Session, source: Any, method: Method, settings: Settings, engi
             board.step = here.recorder.step
             board.where = f"samples {batch.indices[:8]}" if batch.indices else ""
 
+    size = MicroBatchSize(settings.micro_batch)
+
     def loop_ended() -> None:
         for engine in engines:
             engine.loop_ended(number)
@@ -387,6 +413,8 @@ def _loader(here: Session, source: Any, method: Method, settings: Settings, engi
         on_end=loop_ended,
         gate=here.gate,
         meet=here.meet if method.sync.is_async else None,
+        size=size,
+        redeals=micro_batches.redeals(here, engines, size, settings),
     )
 
 
@@ -547,8 +575,12 @@ def no_sync(optimizer: Optimizer) -> AbstractContextManager[None]:
 
 
 def will_step(optimizer: Optimizer) -> bool:
-    """With accumulate=N: will the next optimizer.step() really step? For LR schedulers and logging."""
-    return _engine(optimizer, "will_step").window.closing
+    """Will the next optimizer.step() really step? For LR schedulers and logging.
+
+    With accumulate=N and micro_batch= it does in the last iteration of several, and after a backward that did not fit
+    into some worker's memory it does not: the same on all workers whose methods step together.
+    """
+    return _engine(optimizer, "will_step").will_step
 
 
 def _engines() -> Iterable[Engine]:

@@ -34,6 +34,7 @@ from paceline.comm.group import Group
 from paceline.comm.single import SingleComm
 from paceline.data import sampling
 from paceline.data.loader import Batch, Loader
+from paceline.data.micro_batches import MicroBatchSize
 from paceline.errors import DataError, MismatchError, PacelineError, UsageError
 from paceline.telemetry.recorder import Recorder
 
@@ -515,7 +516,7 @@ def test_a_long_epoch_is_resumed(
 
 
 def test_what_is_read_too_far_ahead_is_refused() -> None:
-    assignment = sampling.Assignment(sampling.Shares(Group.over(SingleComm()), Even()))
+    assignment = sampling.Assignment(sampling.Shares(Group.over(SingleComm()), Even()), MicroBatchSize())
     stretches = iter([sampling.Epoch.even(torch.arange(4), 2, False)] * 3)
     assignment.epoch = sampling.LongEpoch(next(stretches), lambda: next(stretches, None))
     assignment.epoch.reach(0)  # this stretch and the next one: four batches

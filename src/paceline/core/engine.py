@@ -53,8 +53,9 @@ from paceline.core.guard import Guard, Mode
 from paceline.core.overlap import Overlap
 from paceline.core.parts import Event, Parts
 from paceline.core.pipeline import Pipeline
+from paceline.core.redeal import Redeal
 from paceline.core.replicas import Replicas
-from paceline.core.vote import NOT_FINITE, Bad, Place, Verdict, Vote, not_finite
+from paceline.core.vote import GAVE_UP, NOT_FINITE, OUT_OF_MEMORY, Bad, Place, Verdict, Vote, not_finite
 from paceline.core.window import BatchInHand, Window
 from paceline.errors import UsageError
 from paceline.telemetry.recorder import Recorder
@@ -81,6 +82,8 @@ class EngineOptions:
     """How an engine goes about its work."""
 
     accumulate: int = 1  # micro-batches to a step
+    cuts: bool = False  # batches are dealt in micro-batches
+    redeals: bool = False  # a batch that did not fit is dealt again: redeal.py
     summed: bool = False  # the loss is a sum over samples, not their mean
     guard: Mode = "skip"
     check_replicas: int = 0  # steps between two looks whether the replicas agree; 0: never
@@ -127,8 +130,10 @@ class Engine:
         self.pipeline = Pipeline(on_resume)
         self.buckets = self.ex.buckets
         self.by_hand = ByHand(self)
+        self.redeal = Redeal(self, on=self.options.redeals)
         self.replicas = Replicas(self, self.options.check_replicas)
         self.under_way = False  # a backward is
+        self.making = False  # the optimizer is stepping
         self.asked = False  # to step; loss_scale.py looks whether a loss scaler did
         self.exchanged = self.landed = False  # the gradients of this step have left; their means are here
         self.gradient_hooks = hooks
@@ -153,7 +158,8 @@ class Engine:
         method, params = self.method, [p for group in self.optimizer.param_groups for p in group["params"]]
         rests = method.layout.rests(params)
         # Alone there is nobody to agree with, and gradients are left as they are.
-        self.idle = self.group.world_size == 1 and self.window.accumulate == 1 and rests and not self.window.no_sync
+        alone = self.group.world_size == 1 and not self.options.cuts
+        self.idle = alone and self.window.accumulate == 1 and rests and not self.window.no_sync
         self.vote = Vote(
             self._vote_lane,
             guard=self.guard.mode != "off",
@@ -276,7 +282,7 @@ class Engine:
             self.window.over()
         self._refuse_cast()
         self.window.count()
-        self._arm(sends=self.window.closing and self.method.sync.due(self.ex.step))
+        self._arm(sends=self.window.closing and self.method.sync.due(self.ex.step) and not self.redeal.lost)
 
     def _arm(self, *, sends: bool) -> None:
         self.under_way, self._sends = True, sends
@@ -372,22 +378,56 @@ class Engine:
 
     def give_up(self) -> None:
         """The backward under way has raised: what the others wait for is sent as zeros, and its step does not count."""
+        if self.redeal.on:
+            self.redeal.ran_out(None)
+            self.redeal.take_part()
+            return
         self.under_way = False
         self.guard.gave_up()
         self.window.uncount()
-        if not self._sends:
-            return
-        self.vote.gave_up = True
+        if self._sends:
+            self._send_zeros(GAVE_UP)
+            self._lose()
+
+    def run_out_of_memory(self) -> None:
+        """This worker's memory did not suffice for the step under way: redeal.py.
+
+        Where gradients are exchanged in it the others are told, in the exchange that they are in or will come to.
+        """
+        self.overlap.land()
+        began, self.under_way = self.under_way and self._sends, False
+        if not began:
+            self._arm(sends=self.method.sync.due(self.ex.step))
+            self.under_way = False
+        if self._sends:
+            with self.method.layout.joining(self.ex, self.window.left):
+                self._send_zeros(OUT_OF_MEMORY)
+            self.redeal.hear(self.vote.bad())
+        self.give_up_lost()
+
+    def _send_zeros(self, why: float) -> None:
+        """Send zeros in the place of the gradients that the others wait for."""
+        self.vote.gave_up = why
         for b in self._coming:
             b.zero()
         self._send_rest()
         with self.waiting():
             self.pipeline.drain()
             self.vote.used(self.buckets)
-        self.buffers.give_back()
         self.exchanged = True
+
+    def _lose(self) -> None:
+        """The step under way is given up, and with it what forwards have written into buffers."""
+        self.buffers.give_back()
         self.rollback()
         self.window.over()
+
+    def give_up_lost(self) -> None:
+        """The step under way is given up because its batch is dealt again, in this window's place."""
+        self._lose()
+        self.drop_gradients()
+        self.window.renumber()
+        self.method.layout.give_up(self.ex)
 
     def _send_rest(self) -> None:
         early = self.overlap.on  # the next forward asks for the verdict and the buffers first
@@ -427,6 +467,8 @@ class Engine:
             self.pipeline.drain()
             used = self.vote.used(self.buckets)
         self.landed = True
+        if self.redeal.on:
+            self.redeal.hear(self.vote.bad())
         if self.vote.ballot and not self.ex.exact_everywhere:
             self._poison(self.vote.ballot.any_not_finite())
         for b in self.buckets:
@@ -478,8 +520,11 @@ class Engine:
         due = self.method.sync.due(self.ex.step)
         if due and not self.exchanged and (new := self.by_hand.changed()):
             self.take_up(new)
+        if self.redeal.given_up:
+            return None
         if not self.window.closing:
-            self.window.micro += 1
+            self._refuse_step_in_batch()
+            self.window.hold()
             return None
         self.on_device.read()
         if not self.exchanged and due:
@@ -502,6 +547,20 @@ class Engine:
             self.window.over()
             return None
         return self._make(do if verdict is Verdict.COMMIT else lambda: None)
+
+    @property
+    def will_step(self) -> bool:
+        """Will the next step() be a real one?"""
+        return self.window.closing and not self.redeal.given_up
+
+    def _refuse_step_in_batch(self) -> None:
+        """Refuse a loop that steps by a count of its own, where the loader deals micro-batches."""
+        if self.exchanged and self.window.in_batch:
+            raise UsageError(
+                "optimizer.step() was left out at the end of a batch, and is called in the middle of the next one",
+                why="with micro_batch= an iteration of the loop is a part of a batch, and one batch makes a step",
+                do="call step() and zero_grad() in every iteration, and say accumulate=N for several batches to a step",
+            )
 
     def take_up(self, new: Sequence[tuple[Bucket, Slot]]) -> None:
         """Exchange gradients that no hook has announced, as if a backward had brought them: [Note: by hand]."""
@@ -540,6 +599,7 @@ class Engine:
             return Verdict.SIT_OUT
         if not self.method.membership.commit(not bad):
             step = self.ex.step
+            self.redeal.hear(bad)
             self.rollback()
             self.guard.skipped(step, bad)
             return Verdict.SKIP
@@ -568,6 +628,7 @@ class Engine:
     def _make(self, do: Callable[[], Any]) -> Any:
         """Make the step: the optimizer's, and what all workers do together around it."""
         sync, layout = self.method.sync, self.method.layout
+        self.making = True
         if sync.acts_before_step:
             self._together(self.ex.before_step)
         if not self.exchanged:
@@ -583,6 +644,7 @@ class Engine:
                 self.buffers.keep()
         self.over(made=True)
         self.window.over()
+        self.making = False
         return result
 
     def _add_carry(self) -> None:

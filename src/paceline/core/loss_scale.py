@@ -60,6 +60,8 @@ def needs_scaler(engine: Engine) -> str:
         return ""
     if engine.window.accumulate > 1:
         return "accumulate"
+    if engine.options.cuts:
+        return "micro_batch"
     alone = not engine.method.sync.due(engine.ex.step)
     return "this method" if engine.ex.keeps or alone else ""
 
@@ -77,7 +79,7 @@ def wrap(engine: Engine, scaler: Any) -> None:
     def paced_step(opt: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if opt is not optimizer:
             return step(opt, *args, **kwargs)
-        if not engine.window.closing:
+        if not engine.will_step:
             return opt.step()
         engine.asked, engine.by_hand.trusts = False, True
         try:
@@ -89,7 +91,7 @@ def wrap(engine: Engine, scaler: Any) -> None:
         return result
 
     def paced_unscale(opt: torch.optim.Optimizer) -> None:
-        if opt is not optimizer or engine.window.closing:
+        if opt is not optimizer or engine.will_step:
             unscale(opt)
         if opt is optimizer:
             engine.by_hand.note()

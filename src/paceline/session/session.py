@@ -189,7 +189,10 @@ class Session:
             f"paceline {__version__}",
             f"torch {'.'.join(torch.__version__.split('.')[:2])}",
             f"method {method}",
-            *(f"{name}={getattr(settings, name)}" for name in ("batch", "accumulate", "loss", "random", "guard")),
+            *(
+                f"{name}={getattr(settings, name)}"
+                for name in ("batch", "accumulate", "micro_batch", "loss", "random", "guard")
+            ),
             *objects.lines(),
         ]
         self.control.agree("the set-up", "\n".join(lines))

@@ -80,6 +80,15 @@ class Skip(TelemetryEvent):
     why: str
 
 
+class Cut(TelemetryEvent):
+    """Batches are dealt in micro-batches of another size from now on."""
+
+    step: int
+    samples: int  # the most in a micro-batch
+    workers: list[int]  # whose memory did not suffice; empty where a larger size is tried
+    why: str
+
+
 class Note(TelemetryEvent):
     """Something a person should read once."""
 
@@ -94,7 +103,7 @@ class Bye(TelemetryEvent):
     error: str = ""
 
 
-AnyEvent = Hello | Step | Metric | Barrier | Wire | Skip | Note | Bye
+AnyEvent = Hello | Step | Metric | Barrier | Wire | Skip | Cut | Note | Bye
 _decoder = msgspec.json.Decoder(AnyEvent)
 
 
