@@ -84,6 +84,8 @@ class Redeal:
 
         Called when the next micro-batch is asked for.
         """
+        if self._engine.under_way:
+            self.ran_out(None)
         if self.missing:
             self.take_part()
         if self._lost:
