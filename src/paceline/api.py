@@ -395,7 +395,8 @@ def _loader(here: Session, source: Any, method: Method, settings: Settings, engi
             board.step = here.recorder.step
             board.where = f"samples {batch.indices[:8]}" if batch.indices else ""
 
-    size = MicroBatchSize(settings.micro_batch)
+    learns = method.layout.shards_parameters and here.group.world_size > 1 and settings.micro_batch == "auto"
+    size = MicroBatchSize(settings.micro_batch, learns=learns)
 
     def loop_ended() -> None:
         for engine in engines:

@@ -62,7 +62,8 @@ class Job:
         self.model = model()
         self.opt = sgd(self.model)
         self.rig = Rig(comm, self.model, self.opt, spec=spec, micro_batch=micro_batch, **rig)
-        self.engine, size = self.rig.engine, MicroBatchSize(micro_batch)
+        self.engine = self.rig.engine
+        size = MicroBatchSize(micro_batch, learns=self.engine.method.layout.shards_parameters and comm.world_size > 1)
         accumulate = rig.get("accumulate", 1)
         self.loader = Loader(
             DataLoader(data or samples(), batch, shuffle=True),

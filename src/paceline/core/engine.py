@@ -259,6 +259,8 @@ class Engine:
     def take_batch(self, batch: BatchInHand, loader: int = 0) -> None:
         """A loader hands out a batch. loader: its number."""
         self.window.take(batch, loader, trains=torch.is_grad_enabled())
+        if self.redeal.on:
+            self.method.layout.begin_micro_batch()
         self._weigh_arrivals()
 
     def loop_ended(self, loader: int) -> None:
@@ -408,9 +410,7 @@ class Engine:
     def _send_zeros(self, why: float) -> None:
         """Send zeros in the place of the gradients that the others wait for."""
         self.vote.gave_up = why
-        for b in self._coming:
-            b.zero()
-        self._send_rest()
+        self._send_rest(zeros=True)
         with self.waiting():
             self.pipeline.drain()
             self.vote.used(self.buckets)
@@ -429,13 +429,15 @@ class Engine:
         self.window.renumber()
         self.method.layout.give_up(self.ex)
 
-    def _send_rest(self) -> None:
+    def _send_rest(self, *, zeros: bool = False) -> None:
         early = self.overlap.on  # the next forward asks for the verdict and the buffers first
         if early and not (self._final and self.vote.whispers_in(self._final)):
             self.vote.call(self.buckets, self.pipeline.backlog())
         if early:
             self._share_buffers()
         while self._coming:
+            if zeros:
+                self._coming[0].zero()
             self._next()
         self._send(Event.END)
         self.pipeline.rearrange(self.method.order.urgency)

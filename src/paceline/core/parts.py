@@ -169,7 +169,10 @@ class Layout(Part):
     def collect(self, ex: Exchange) -> None:
         """Before buckets are cut anew: make model and optimizer state whole again on every worker."""
 
-    # What a worker whose memory did not suffice asks: redeal.py.
+    # Where a worker's memory may not suffice: redeal.py.
+
+    def begin_micro_batch(self) -> None:
+        """A micro-batch has been handed out."""
 
     def joining(self, ex: Exchange, left: int) -> AbstractContextManager[None]:
         """Inside, this worker takes part in what the forwards and backwards of the others exchange beside gradients.

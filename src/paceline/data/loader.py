@@ -187,7 +187,7 @@ class Loader(_LoaderBase[T]):
         start = self._handed
         if self.meet is not None and self._from.drawer is not None:
             self.meet()  # worker 0 draws this epoch's order for all
-        self.size.begin()
+        self.size.begin(start)
         if self.redeals is not None:
             self.redeals.begin()
         self._dealt, count = self._from.begin(self.epoch, start)

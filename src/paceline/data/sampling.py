@@ -248,20 +248,21 @@ class Shares:
         mine = batch[self._known[len(batch)]]
         return (mine, len(mine)) if len(mine) else (batch[:1], 0)
 
-    def cut(self, batch: Any, most: int | None) -> list[MicroBatch]:
+    def cut(self, batch: Any, most: int | None, *, first_of_one: bool = False) -> list[MicroBatch]:
         """This worker's samples of a batch, in micro-batches of at most so many; None: all at once.
 
         Every worker has the same number of them. Where one of them is empty it borrows a sample, which does not count.
         """
         mine, own = self.take(batch)
         shares = self.all(len(batch))
-        if most is None or max(shares) <= most:
+        each = parts(shares, most, first_of_one=first_of_one)
+        if len(each) == 1:
             return [MicroBatch(mine, own, len(batch), 0, max(shares))]
-        found, begin, each = [], 0, parts(shares, most)
+        found, begin, largest = [], 0, max(max(sizes) for sizes in each)
         for j, sizes in enumerate(each):
             n = sizes[self.group.rank]
             samples = mine[begin : begin + n] if n else batch[:1]
-            found.append(MicroBatch(samples, n, sum(sizes), len(each) - 1 - j, max(each[0])))
+            found.append(MicroBatch(samples, n, sum(sizes), len(each) - 1 - j, largest))
             begin += n
         return found
 
@@ -297,7 +298,7 @@ class Assignment:
 
     def take(self, k: int) -> list[MicroBatch]:
         """This worker's part of batch k."""
-        return self.shares.cut(self.epoch.batch(k), self.size.of(k))
+        return self.shares.cut(self.epoch.batch(k), self.size.of(k), first_of_one=self.size.first_of_one(k))
 
     def __iter__(self) -> Iterator[list[int]]:
         k = self.start

@@ -39,6 +39,14 @@ def check(settings: Settings, objects: Objects, method: Method, peer: str | None
             " some out",
             do="give a number for micro_batch=, or leave weight= out",
         )
+    if method.layout.shards_parameters and any(
+        not p.requires_grad for model in objects.models for p in model.parameters()
+    ):
+        raise MethodError(
+            f"micro_batch='auto' with {method.layout.name} and frozen parameters",
+            why="a worker that ran out of memory would not know which of them the others gather next",
+            do="give a number for micro_batch=, or use zero2",
+        )
     if method.sync.lag():
         raise MethodError(
             f"micro_batch='auto' with {method.sync.name}",

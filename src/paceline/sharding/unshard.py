@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from paceline.core.bucket import Bucket, Slot
 from paceline.core.cutting import cut
 from paceline.core.shard import Shard
-from paceline.errors import UsageError
+from paceline.errors import DataError, UsageError
 from paceline.sharding.sharded_bucket import FrozenShard, ShardedBucket, resharded
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ class UnshardOrder:
     def __init__(self) -> None:
         self.last: list[int] = []
         self.now: list[int] = []
+        self._path: list[int] = []  # of one micro-batch, its forward and its backward
+        self._begun = 0  # how many there were when the micro-batch in hand began
 
     def next(self, index: int) -> int | None:
         """Note that this bucket is unsharded now, and give the one that came after it in the last step."""
@@ -72,7 +74,27 @@ class UnshardOrder:
 
     def over(self) -> None:
         """End the step: its order is what the next step is held against."""
-        self.last, self.now = self.now, []
+        self.begin_micro_batch()
+        self.last, self.now, self._begun = self.now, [], 0
+
+    def begin_micro_batch(self) -> None:
+        """A micro-batch begins: the one before it has gone its way."""
+        self._path = self.now[self._begun :] or self._path
+        self._begun = len(self.now)
+
+    def rest(self, left: int) -> list[int]:
+        """What is still unsharded in this step, as the micro-batches before it went: in this one, and in `left` more."""
+        if not self._path:
+            raise DataError(
+                "one sample does not fit into the memory of this worker",
+                why="it ran out of memory in the first micro-batch of all, which was a single sample",
+                do="use a smaller model or shorter samples, activation checkpointing, or params='cpu'",
+            )
+        return self._path[len(self.now) - self._begun :] + self._path * left
+
+    def forget(self) -> None:
+        """The step is given up: the next one is held against nothing."""
+        self.last, self.now, self._begun = [], [], 0
 
 
 class ModuleCall:
@@ -269,6 +291,19 @@ class Unsharding:
         self._used.clear()
         self.held = Counter()
         self.order[True].over()
+
+    def follow(self, left: int) -> None:
+        """Unshard what the other workers do, for whom this worker's shards are needed: its own step was given up."""
+        with torch.no_grad():
+            for i in self.order[True].rest(left):
+                self.buckets[i].reshard()
+                self._unshard(i, self.order[True])
+                self.buckets[i].reshard()
+
+    def give_up(self) -> None:
+        """The step under way is given up on all workers."""
+        self.reshard()
+        self.order[True].forget()
 
     def changed(self) -> None:
         """The shards have changed: gather what somebody outside holds, and what the next step begins with.

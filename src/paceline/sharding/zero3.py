@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -103,6 +105,20 @@ class Zero3(ShardedLayout):
 
     def reshard(self) -> None:
         self.unsharding.reshard()
+
+    def begin_micro_batch(self) -> None:
+        self.unsharding.order[True].begin_micro_batch()
+
+    @contextlib.contextmanager
+    def joining(self, ex: Exchange, left: int) -> Iterator[None]:
+        # In a thread of its own: the others gather parameters and average gradients in turns that are not known here.
+        with ThreadPoolExecutor(1, thread_name_prefix="gather") as pool:
+            followed = pool.submit(self.unsharding.follow, left)
+            yield
+            followed.result()
+
+    def give_up(self, ex: Exchange) -> None:
+        self.unsharding.give_up()
 
     async def keep(self, b: Bucket, ex: Exchange) -> None:
         await self.keep_shard(b, ex)
