@@ -39,9 +39,8 @@ def check(settings: Settings, objects: Objects, method: Method, peer: str | None
             " some out",
             do="give a number for micro_batch=, or leave weight= out",
         )
-    if method.layout.shards_parameters and any(
-        not p.requires_grad for model in objects.models for p in model.parameters()
-    ):
+    frozen = any(not p.requires_grad for model in objects.models for p in model.parameters())
+    if method.layout.shards_parameters and frozen:
         raise MethodError(
             f"micro_batch='auto' with {method.layout.name} and frozen parameters",
             why="a worker that ran out of memory would not know which of them the others gather next",

@@ -27,7 +27,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -83,7 +83,7 @@ class UnshardOrder:
         self._begun = len(self.now)
 
     def rest(self, left: int) -> list[int]:
-        """What is still unsharded in this step, as the micro-batches before it went: in this one, and in `left` more."""
+        """What is still to be unsharded in this step: in this micro-batch and in `left` more, if they go as the last."""
         if not self._path:
             raise DataError(
                 "one sample does not fit into the memory of this worker",
@@ -292,10 +292,10 @@ class Unsharding:
         self.held = Counter()
         self.order[True].over()
 
-    def follow(self, left: int) -> None:
-        """Unshard what the other workers do, for whom this worker's shards are needed: its own step was given up."""
+    def follow(self, others: Sequence[int]) -> None:
+        """Unshard what the other workers do, who need this worker's shards for it: its own step was given up."""
         with torch.no_grad():
-            for i in self.order[True].rest(left):
+            for i in others:
                 self.buckets[i].reshard()
                 self._unshard(i, self.order[True])
                 self.buckets[i].reshard()

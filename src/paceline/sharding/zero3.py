@@ -111,9 +111,10 @@ class Zero3(ShardedLayout):
 
     @contextlib.contextmanager
     def joining(self, ex: Exchange, left: int) -> Iterator[None]:
+        rest = self.unsharding.order[True].rest(left)
         # In a thread of its own: the others gather parameters and average gradients in turns that are not known here.
         with ThreadPoolExecutor(1, thread_name_prefix="gather") as pool:
-            followed = pool.submit(self.unsharding.follow, left)
+            followed = pool.submit(self.unsharding.follow, rest)
             yield
             followed.result()
 
