@@ -29,7 +29,6 @@ from paceline.core.engine import Engine
 from paceline.core.parts import Part
 from paceline.core.shard import Owned
 from paceline.data.loader import Batch, Loader
-from paceline.data.micro_batches import MicroBatchSize
 from paceline.errors import MethodError, UsageError, nearest
 from paceline.method import Method
 from paceline.method import method as make_method
@@ -299,7 +298,7 @@ def prepare(
     here.has_loader = here.has_loader or bool(sorted_.loaders)
     if here.group.board is not None and not here.has_loader:
         watch_for_same_work([new.get(id(m), m) for m in sorted_.models], here.group.board, lambda: here.has_loader)
-    loaders = [_loader(here, source, chosen, settings, engines) for source in sorted_.loaders]
+    loaders = [_loader(here, source, chosen, settings, engines, sorted_.models) for source in sorted_.loaders]
     new |= {id(source): loader for source, loader in zip(sorted_.loaders, loaders, strict=True)}
     here.print_once(name, loaders)
     if settings.memory_gb is not None:
@@ -384,19 +383,21 @@ def _values(here: Session, objects: Objects, settings: Settings, *, later: bool)
     return fill if later else lambda engines: None
 
 
-def _loader(here: Session, source: Any, method: Method, settings: Settings, engines: list[Engine]) -> Loader[Any]:
+def _loader(
+    here: Session, source: Any, method: Method, settings: Settings, engines: list[Engine], models: list[nn.Module]
+) -> Loader[Any]:
     number = here.loaders
     here.loaders += 1
+    size = micro_batches.size(settings, method, models, here)
+    look = micro_batches.warning_of_batch_norm(models, size)
 
     def hand_out(batch: Batch) -> None:
+        look(batch)
         for engine in engines:
             engine.take_batch(batch, number)
         if (board := here.group.board) is not None:
             board.step = here.recorder.step
             board.where = f"samples {batch.indices[:8]}" if batch.indices else ""
-
-    learns = method.layout.shards_parameters and here.group.world_size > 1 and settings.micro_batch == "auto"
-    size = MicroBatchSize(settings.micro_batch, learns=learns)
 
     def loop_ended() -> None:
         for engine in engines:

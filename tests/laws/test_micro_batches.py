@@ -63,7 +63,7 @@ class Job:
         self.opt = sgd(self.model)
         self.rig = Rig(comm, self.model, self.opt, spec=spec, micro_batch=micro_batch, **rig)
         self.engine = self.rig.engine
-        size = MicroBatchSize(micro_batch, learns=self.engine.method.layout.shards_parameters and comm.world_size > 1)
+        size = MicroBatchSize(micro_batch, first=int(self.engine.method.layout.shards_parameters))
         accumulate = rig.get("accumulate", 1)
         self.loader = Loader(
             DataLoader(data or samples(), batch, shuffle=True),
@@ -160,6 +160,8 @@ def test_the_last_batch_may_be_smaller_than_the_workers():
 def test_parts_are_even_and_as_many_on_every_worker():
     assert parts([12, 12], 5) == [[4, 4]] * 3
     assert parts([7, 2, 0], 3) == [[3, 1, 0], [2, 1, 0], [2, 0, 0]]
+    assert parts([7, 2, 0], 3, first=1) == [[1, 1, 0], [3, 1, 0], [3, 0, 0]]
+    assert parts([2, 1], None) == [[2, 1]]
 
 
 def test_stepping_by_a_count_of_ones_own_is_refused():

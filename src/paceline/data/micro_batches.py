@@ -25,14 +25,14 @@ class MicroBatch(NamedTuple):
     largest: int  # samples of the largest micro-batch of the batch, of any worker
 
 
-def parts(shares: Sequence[int], most: int | None, *, first_of_one: bool = False) -> list[list[int]]:
+def parts(shares: Sequence[int], most: int | None, *, first: int = 0) -> list[list[int]]:
     """Cut every worker's share into as many parts as the largest needs: by part, the samples of each worker.
 
-    first_of_one: the first part is one sample of each.
+    first: so many samples of each are a part before the others; 0: there is no such part.
     """
-    if first_of_one and max(shares) > 1:
-        one = [min(share, 1) for share in shares]
-        return [one, *parts([share - n for share, n in zip(shares, one, strict=True)], most)]
+    if first and max(shares) > first:
+        few = [min(share, first) for share in shares]
+        return [few, *parts([share - n for share, n in zip(shares, few, strict=True)], most)]
     count = 1 if most is None else -(-max(shares) // most)
     return [[share // count + (j < share % count) for share in shares] for j in range(count)]
 
@@ -46,11 +46,12 @@ class MicroBatchSize:
     sequences) may be gone; each attempt waits twice as long as the one before.
     """
 
-    def __init__(self, given: Size = None, *, learns: bool = False) -> None:
-        """learns: the first micro-batch of all is one sample, from which a layout learns the way through the model."""
-        self._learns, self._learns_at = learns, -1
+    def __init__(self, given: Size = None, *, first: int = 0) -> None:
+        """first: samples of the first micro-batch of all, from which a layout learns the way through the model."""
+        self._first, self._first_at = first, -1
         self.cuts, self.adapts = given is not None, given == "auto"
         self.most = given if isinstance(given, int) else None
+        self._begun = False  # the first loop has
         self._fits = False  # a batch has gone well with it
         self._exception: int | None = None  # the size for batches ...
         self._until = -1  # ... up to this one
@@ -61,15 +62,15 @@ class MicroBatchSize:
         """The size for batch k of the epoch in progress."""
         return self._exception if k <= self._until else self.most
 
-    def first_of_one(self, k: int) -> bool:
-        """Does batch k begin with a micro-batch of one sample?"""
-        return k == self._learns_at
+    def first(self, k: int) -> int:
+        """The samples of a micro-batch with which batch k begins, before the others; mostly there is none."""
+        return self._first if k == self._first_at else 0
 
     def begin(self, k: int) -> None:
         """A loop begins at batch k of an epoch: batches are counted anew."""
         self._until = -1
-        self._learns_at = k if self._learns else -1
-        self._learns = False
+        self._first_at = -1 if self._begun else k
+        self._begun = True
 
     def too_large(self, first: int, last: int, largest: int) -> int:
         """Batches `first` to `last`, in micro-batches of up to `largest` samples, did not fit. Gives a smaller size."""

@@ -248,14 +248,14 @@ class Shares:
         mine = batch[self._known[len(batch)]]
         return (mine, len(mine)) if len(mine) else (batch[:1], 0)
 
-    def cut(self, batch: Any, most: int | None, *, first_of_one: bool = False) -> list[MicroBatch]:
+    def cut(self, batch: Any, most: int | None, *, first: int = 0) -> list[MicroBatch]:
         """This worker's samples of a batch, in micro-batches of at most so many; None: all at once.
 
         Every worker has the same number of them. Where one of them is empty it borrows a sample, which does not count.
         """
         mine, own = self.take(batch)
         shares = self.all(len(batch))
-        each = parts(shares, most, first_of_one=first_of_one)
+        each = parts(shares, most, first=first)
         if len(each) == 1:
             return [MicroBatch(mine, own, len(batch), 0, max(shares))]
         found, begin, largest = [], 0, max(max(sizes) for sizes in each)
@@ -298,7 +298,7 @@ class Assignment:
 
     def take(self, k: int) -> list[MicroBatch]:
         """This worker's part of batch k."""
-        return self.shares.cut(self.epoch.batch(k), self.size.of(k), first_of_one=self.size.first_of_one(k))
+        return self.shares.cut(self.epoch.batch(k), self.size.of(k), first=self.size.first(k))
 
     def __iter__(self) -> Iterator[list[int]]:
         k = self.start

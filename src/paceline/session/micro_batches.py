@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from paceline.core.engine import Engine
+from paceline.data.loader import Batch
 from paceline.data.micro_batches import MicroBatchSize
 from paceline.data.redeals import Redeals
 from paceline.data.sources import check_cuttable
@@ -67,6 +75,37 @@ def _several(optimizers: int) -> UsageError:
         why="a worker that ran out of memory cannot know which of them the others will step next",
         do="give a number for micro_batch=",
     )
+
+
+def size(settings: Settings, method: Method, models: Sequence[nn.Module], here: Session) -> MicroBatchSize:
+    """How large the micro-batches of a loader are.
+
+    Where parameters are gathered in a forward, a worker that runs out of memory must know what the others go on to
+    gather. It knows it from the micro-batch before, so the first of all is as small as the model can compute.
+    """
+    learns = method.layout.shards_parameters and here.group.world_size > 1 and settings.micro_batch == "auto"
+    return MicroBatchSize(settings.micro_batch, first=0 if not learns else 2 if _has_batch_norm(models) else 1)
+
+
+def warning_of_batch_norm(models: Sequence[nn.Module], size: MicroBatchSize) -> Callable[[Batch], None]:
+    """What looks at each batch that is handed out, to warn once of a BatchNorm over a single sample."""
+    watching = size.cuts and _has_batch_norm(models)
+
+    def look(batch: Batch) -> None:
+        nonlocal watching
+        if watching and batch.weight == 1 and torch.is_grad_enabled():
+            watching = False
+            warnings.warn(
+                "paceline: a micro-batch of one sample, and the model has BatchNorm: it normalises a sample by itself,"
+                " or refuses to; a larger micro_batch=, GroupNorm or frozen averages do not depend on the size",
+                stacklevel=2,
+            )
+
+    return look
+
+
+def _has_batch_norm(models: Sequence[nn.Module]) -> bool:
+    return any(isinstance(module, _BatchNorm) and module.training for model in models for module in model.modules())
 
 
 def redeals(here: Session, engines: list[Engine], size: MicroBatchSize, settings: Settings) -> Redeals | None:

@@ -83,7 +83,7 @@ class UnshardOrder:
         self._begun = len(self.now)
 
     def rest(self, left: int) -> list[int]:
-        """What is still to be unsharded in this step: in this micro-batch and in `left` more, if they go as the last."""
+        """What is still to be unsharded in this step: in this micro-batch and `left` more, if they go as the last."""
         if not self._path:
             raise DataError(
                 "one sample does not fit into the memory of this worker",
