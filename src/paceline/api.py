@@ -12,6 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
+import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -281,7 +282,6 @@ def prepare(
     here = session.open_session(env, settings)
     here.process.check_not_forked()
     here.check_new(sorted_)
-    micro_batches.check_alone(settings, here)
     name = peer or str(chosen)
     here.say_hello(sorted_, name)
     here.agree(sorted_, peer or json.dumps(chosen.config(), sort_keys=True), settings)
@@ -393,6 +393,8 @@ def _loader(
 
     def hand_out(batch: Batch) -> None:
         look(batch)
+        if torch.is_grad_enabled():
+            here.redeal = next((engine.redeal for engine in engines if engine.redeal.on), None)
         for engine in engines:
             engine.take_batch(batch, number)
         if (board := here.group.board) is not None:

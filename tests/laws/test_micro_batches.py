@@ -226,6 +226,30 @@ def test_in_a_window_all_its_batches_are_dealt_again(where):
     close(same(found), same(trained(2, accumulate=2, micro_batch=None)))
 
 
+def test_a_loss_scaler_moves_with_the_steps_that_count():
+    def work(most):
+        def run(comm):
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+            one = Job(comm, scaler=scaler)
+            one.model.most = most if comm.rank == 1 else 1000
+            for x, y in one.loader:
+                try:
+                    scaler.scale(cross_entropy(one.model(x), y)).backward()
+                except torch.OutOfMemoryError:
+                    continue
+                scaler.step(one.opt)
+                scaler.update()
+                one.opt.zero_grad()
+            return weights(one.model), scaler.get_scale(), int(scaler._growth_tracker)
+
+        with warnings.catch_warnings(action="ignore"):
+            return threads.run(2, run)
+
+    found, whole = work(2), work(1000)
+    close(same([w for w, _, _ in found]), same([w for w, _, _ in whole]))
+    assert [rest for _, *rest in found] == [rest for _, *rest in whole]
+
+
 def test_it_stays_found():
     def work(comm):
         one = Job(comm)

@@ -225,6 +225,31 @@ def test_without_a_loader_that_can_deal_again_it_is_refused():
         paceline.shutdown()
 
 
+def test_two_optimizers_in_one_batch_are_refused():
+    import paceline
+
+    def loop(second):
+        one, two = mlp(), mlp()
+        a, b = sgd(one), sgd(two)
+        with pytest.raises(UsageError, match="micro_batch='auto' with 2 optimizers"):
+            if second == "together":
+                one, two, a, b, loader = paceline.prepare(one, two, a, b, batches(), micro_batch="auto")
+            else:
+                one, a, loader = paceline.prepare(one, a, batches(), micro_batch="auto")
+                two, b = paceline.prepare(two, b)
+            for x, y in loader:
+                with paceline.retry():
+                    (cross_entropy(one(x), y) + cross_entropy(two(x), y)).backward()
+                    a.step()
+                    b.step()
+
+    try:
+        loop("together")
+        loop("apart")
+    finally:
+        paceline.shutdown()
+
+
 def test_only_memory_is_caught_and_only_in_forward_and_backward():
     import paceline
 

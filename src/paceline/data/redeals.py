@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
 from paceline.data import random_streams
 from paceline.data.micro_batches import MicroBatchSize
-from paceline.errors import DataError
+from paceline.errors import DataError, UsageError
 from paceline.telemetry.events import Cut
 from paceline.telemetry.recorder import Recorder
 
@@ -25,13 +26,23 @@ class Redeals:
     """Where the step under way began in the data, and where the random streams stood.
 
     together: the workers agree that a step does not count; else each deals its own share again, alone.
+    others: counts the steps of this worker's other optimizers.
     """
 
     def __init__(
-        self, redeal: Redeal, size: MicroBatchSize, group: Group, recorder: Recorder, *, accumulate: int, together: bool
+        self,
+        redeal: Redeal,
+        size: MicroBatchSize,
+        group: Group,
+        recorder: Recorder,
+        *,
+        accumulate: int,
+        together: bool,
+        others: Callable[[], int] = lambda: 0,
     ) -> None:
         self.redeal, self.size, self.group, self.recorder = redeal, size, group, recorder
-        self.accumulate, self.together = accumulate, together
+        self.accumulate, self.together, self.others = accumulate, together, others
+        self._others = 0  # steps of other optimizers, when the batch was handed out
         self._first: int | None = None  # the first batch of the step under way
         self._streams: dict[str, Tensor] = {}
         self._largest = 0  # samples of the largest micro-batch of that batch
@@ -59,10 +70,12 @@ class Redeals:
         """A micro-batch is handed out. left: how many of the same batch are to come."""
         if not self._largest:
             self._largest, self._whole = largest, not left
-        self._in_batch, self._trains = left > 0, torch.is_grad_enabled()
+        self._in_batch, self._trains, self._others = left > 0, torch.is_grad_enabled(), self.others()
 
     def after(self) -> int | None:
         """The loop's body is over. Gives the batch to go back to, if memory did not suffice in the step under way."""
+        if self._trains and self.others() != self._others:
+            raise several(2)
         if not self._trains or not (short := self.redeal.verdict()):
             return None
         assert self._first is not None
@@ -104,4 +117,13 @@ def _too_small(workers: list[int], missing: str) -> DataError:
         why=missing or "how much is missing is said in the output there",
         do="use a smaller model or shorter samples, activation checkpointing, a 16-bit type, or a layout that shards "
         "(zero3, with store='cpu')",
+    )
+
+
+def several(optimizers: int) -> UsageError:
+    """The error for a loop with several optimizers, whose batches cannot be dealt again."""
+    return UsageError(
+        f"micro_batch='auto' with {optimizers} optimizers",
+        why="a worker that ran out of memory cannot know which of them the others will step next",
+        do="give a number for micro_batch=",
     )

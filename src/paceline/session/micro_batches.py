@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.core.engine import Engine
 from paceline.data.loader import Batch
 from paceline.data.micro_batches import MicroBatchSize
-from paceline.data.redeals import Redeals
+from paceline.data.redeals import Redeals, several
 from paceline.data.sources import check_cuttable
 from paceline.errors import MethodError, UsageError
 from paceline.method import Method
@@ -39,7 +39,7 @@ def check(settings: Settings, objects: Objects, method: Method, peer: str | None
     if settings.micro_batch != "auto":
         return
     if len(objects.optimizers) > 1:
-        raise _several(len(objects.optimizers))
+        raise several(len(objects.optimizers))
     if settings.weight is not None:
         raise UsageError(
             "micro_batch='auto' and weight= do not go together",
@@ -60,21 +60,6 @@ def check(settings: Settings, objects: Objects, method: Method, peer: str | None
             why="it goes by gradients of earlier steps, whose batches cannot be dealt again",
             do="give a number for micro_batch=, or use every_step",
         )
-
-
-def check_alone(settings: Settings, here: Session) -> None:
-    """Refuse a second optimizer beside one whose batches may be dealt again."""
-    others = len(here.engines)
-    if others and (settings.micro_batch == "auto" or any(engine.redeal.on for engine in here.engines)):
-        raise _several(others + 1)
-
-
-def _several(optimizers: int) -> UsageError:
-    return UsageError(
-        f"micro_batch='auto' with {optimizers} optimizers",
-        why="a worker that ran out of memory cannot know which of them the others will step next",
-        do="give a number for micro_batch=",
-    )
 
 
 def size(settings: Settings, method: Method, models: Sequence[nn.Module], here: Session) -> MicroBatchSize:

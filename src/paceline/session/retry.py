@@ -26,10 +26,10 @@ class Retry:
 
     def __enter__(self) -> None:
         here = current()
-        if here is not None and not any(engine.redeal.on for engine in here.engines):
+        if here is not None and here.redeal is None:
             raise UsageError(
                 "paceline.retry() has no batch to deal again",
-                why="no loader was prepared with micro_batch='auto'",
+                why="it is the body of a loop over a loader that was prepared with micro_batch='auto'",
                 do="prepare(model, optimizer, loader, micro_batch='auto')",
             )
 
@@ -39,14 +39,13 @@ class Retry:
         here = current()
         if here is None or error is None or not out_of_memory(error):
             return False
-        engine = next((engine for engine in here.engines if engine.redeal.on), None)
-        if engine is None or not engine.redeal.possible:
+        if here.redeal is None or not here.redeal.possible:
             error.add_note(
                 "paceline: this was not in a forward or a backward, so smaller micro-batches do not help: it may be the"
                 " optimizer's state (the layouts zero1 to zero3 and store='cpu' make that smaller)"
             )
             return False
-        engine.redeal.ran_out(error)
+        here.redeal.ran_out(error)
         _free(error, trace, sys._getframe(1))
         return True
 

@@ -23,6 +23,7 @@ from paceline.comm.protocol import Comm
 from paceline.comm.rendezvous import Rendezvous, meet
 from paceline.core.engine import Engine
 from paceline.core.engines import Engines
+from paceline.core.redeal import Redeal
 from paceline.data import random_streams
 from paceline.data.loader import Loader
 from paceline.errors import PeerError, UsageError
@@ -86,6 +87,7 @@ class Session:
     engines: Engines = field(default_factory=Engines)
     by_optimizer: WeakValueDictionary[int, Engine] = field(default_factory=WeakValueDictionary)  # by the id
     loaders: int = 0  # how many have been prepared
+    redeal: Redeal | None = None  # of the batch that was handed out last, if it can be dealt again
     separate: bool = False  # the workers have been given random streams of their own
 
     @classmethod
