@@ -80,6 +80,7 @@ class Job:
                 self.rig.recorder,
                 accumulate=accumulate,
                 together=self.engine.method.sync.due(0),
+                others=lambda: 0,
             )
             if micro_batch == "auto"
             else None,

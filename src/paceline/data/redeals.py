@@ -38,7 +38,7 @@ class Redeals:
         *,
         accumulate: int,
         together: bool,
-        others: Callable[[], int] = lambda: 0,
+        others: Callable[[], int],
     ) -> None:
         self.redeal, self.size, self.group, self.recorder = redeal, size, group, recorder
         self.accumulate, self.together, self.others = accumulate, together, others

@@ -99,4 +99,16 @@ def redeals(here: Session, engines: list[Engine], size: MicroBatchSize, settings
         return None
     (engine,) = engines
     together = engine.method.sync.due(engine.ex.step)
-    return Redeals(engine.redeal, size, here.group, here.recorder, accumulate=settings.accumulate, together=together)
+
+    def others() -> int:
+        return sum(one.ex.step for one in here.engines if one is not engine)
+
+    return Redeals(
+        engine.redeal,
+        size,
+        here.group,
+        here.recorder,
+        accumulate=settings.accumulate,
+        together=together,
+        others=others,
+    )
