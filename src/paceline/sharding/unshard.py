@@ -24,10 +24,12 @@ one that leaves the module: then they are resharded. All others stay unsharded u
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
@@ -292,8 +294,19 @@ class Unsharding:
         self.held = Counter()
         self.order[True].over()
 
-    def follow(self, others: Sequence[int]) -> None:
-        """Unshard what the other workers do, who need this worker's shards for it: its own step was given up."""
+    @contextlib.contextmanager
+    def joining(self, left: int) -> Iterator[None]:
+        """Inside, unshard what the others do, who need this worker's shards for it: its own step was given up.
+
+        In a thread of its own: the others gather parameters and average gradients in turns that are not known here.
+        """
+        rest = self.order[True].rest(left)
+        with ThreadPoolExecutor(1, thread_name_prefix="gather") as pool:
+            followed = pool.submit(self._follow, rest)
+            yield
+            followed.result()
+
+    def _follow(self, others: Sequence[int]) -> None:
         with torch.no_grad():
             for i in others:
                 self.buckets[i].reshard()
