@@ -292,6 +292,9 @@ def test_only_memory_is_caught_and_only_in_forward_and_backward():
         with pytest.raises(MemoryError) as said, paceline.retry():
             raise MemoryError  # all workers have agreed on the gradients by now
         assert "smaller micro-batches do not help" in said.value.__notes__[0]
+        opt.step()
+        with pytest.raises(MemoryError), torch.no_grad(), paceline.retry():
+            raise MemoryError  # in an evaluation
     finally:
         paceline.shutdown()
 

@@ -469,7 +469,7 @@ class Engine:
             self.pipeline.drain()
             used = self.vote.used(self.buckets)
         self.landed = True
-        if self.redeal.on:
+        if self.redeal.asks:
             self.redeal.hear(self.vote.bad())
         if self.vote.ballot and not self.ex.exact_everywhere:
             self._poison(self.vote.ballot.any_not_finite())

@@ -22,6 +22,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+import torch
+
 from paceline.core.vote import OUT_OF_MEMORY, Bad
 
 if TYPE_CHECKING:
@@ -49,6 +51,11 @@ class Redeal:
         self.missing = ""  # on this worker: what the allocator said
 
     @property
+    def asks(self) -> bool:
+        """Must the host know what the others have voted before the next batch is dealt?"""
+        return self.on and self._engine.group.world_size > 1
+
+    @property
     def lost(self) -> bool:
         """Do all workers know that this step does not count?"""
         return bool(self._lost)
@@ -65,9 +72,13 @@ class Redeal:
 
     @property
     def possible(self) -> bool:
-        """Can the step under way still be given up? Not once the workers have agreed on its gradients."""
+        """Can the step under way still be given up? Not once the workers have agreed on its gradients.
+
+        An evaluation is no part of a step.
+        """
         engine = self._engine
-        return self.on and not engine.making and not (engine.exchanged and not engine.under_way)
+        agreed = engine.exchanged and not engine.under_way
+        return self.on and torch.is_grad_enabled() and not engine.making and not agreed
 
     def ran_out(self, error: BaseException | None) -> None:
         """This worker's memory did not suffice. None: its backward raised, and what it raised is not known here."""

@@ -227,6 +227,7 @@ class Shares:
     def __init__(self, group: Group, balance: Balance) -> None:
         self.group, self.balance = group, balance
         self._known: dict[int, slice] = {}  # nearly all batches have the same size
+        self._largest: dict[int, int] = {}  # the largest share, of any worker
 
     def __getstate__(self) -> dict[str, Any]:
         """A process of a loader that is not forked gets the place in the group, and none of its connections."""
@@ -254,10 +255,11 @@ class Shares:
         Every worker has the same number of them. Where one of them is empty it borrows a sample, which does not count.
         """
         mine, own = self.take(batch)
-        shares = self.all(len(batch))
-        each = parts(shares, most, first=first)
-        if len(each) == 1:
-            return [MicroBatch(mine, own, len(batch), 0, max(shares))]
+        if len(batch) not in self._largest:
+            self._largest[len(batch)] = max(self.all(len(batch)))
+        if not first and (most is None or self._largest[len(batch)] <= most):
+            return [MicroBatch(mine, own, len(batch), 0, self._largest[len(batch)])]
+        each = parts(self.all(len(batch)), most, first=first)
         found, begin, largest = [], 0, max(max(sizes) for sizes in each)
         for j, sizes in enumerate(each):
             n = sizes[self.group.rank]

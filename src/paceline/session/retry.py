@@ -41,8 +41,8 @@ class Retry:
             return False
         if here.redeal is None or not here.redeal.possible:
             error.add_note(
-                "paceline: this was not in a forward or a backward, so smaller micro-batches do not help: it may be the"
-                " optimizer's state (the layouts zero1 to zero3 and store='cpu' make that smaller)"
+                "paceline: this was not in a forward or a backward of training, so smaller micro-batches do not help:"
+                " it may be the optimizer's state (the layouts zero1 to zero3 and store='cpu' make that smaller)"
             )
             return False
         here.redeal.ran_out(error)
