@@ -35,6 +35,7 @@ class Share:
     total: float
     last: bool = False
     indices: list[int] | None = None
+    left: int = 0
 
 
 def group_of(comm: Any) -> Group:

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         shutdown,
         world_size,
     )
+    from paceline.session.retry import retry
 
 __all__ = [
     "Advice",
@@ -87,6 +88,7 @@ __all__ = [
     "print",
     "rank",
     "register",
+    "retry",
     "save",
     "scheduled_steps",
     "shutdown",
@@ -112,6 +114,7 @@ _HOME = {
     "Learners": "learners.learners",
     "Method": "method",
     "register": "registry",
+    "retry": "session.retry",
 } | dict.fromkeys(_COLLECTIVES, "session.collectives")
 
 

@@ -12,6 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
+import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -33,7 +34,7 @@ from paceline.data.loader import Batch, Loader
 from paceline.errors import MethodError, UsageError, nearest
 from paceline.method import Method
 from paceline.method import method as make_method
-from paceline.session import assemble, session
+from paceline.session import assemble, memory_cap, micro_batches, session
 from paceline.session.advice import Advice, advise
 from paceline.session.hooks import watch_for_same_work
 from paceline.session.objects import Objects
@@ -64,6 +65,8 @@ def prepare(
     method: AnyMethod = None,
     batch: Literal["global", "per_worker"] = "global",
     accumulate: int = 1,
+    micro_batch: int | Literal["auto"] | None = None,
+    memory_gb: float | None = None,
     weight: Callable[[Any], float] | None = None,
     loss: Literal["mean", "sum"] = "mean",
     random: Literal["per_worker", "as_seeded"] = "per_worker",
@@ -88,6 +91,8 @@ def prepare(
     method: AnyMethod = None,
     batch: Literal["global", "per_worker"] = "global",
     accumulate: int = 1,
+    micro_batch: int | Literal["auto"] | None = None,
+    memory_gb: float | None = None,
     weight: Callable[[Any], float] | None = None,
     loss: Literal["mean", "sum"] = "mean",
     random: Literal["per_worker", "as_seeded"] = "per_worker",
@@ -112,6 +117,8 @@ def prepare(
     method: AnyMethod = None,
     batch: Literal["global", "per_worker"] = "global",
     accumulate: int = 1,
+    micro_batch: int | Literal["auto"] | None = None,
+    memory_gb: float | None = None,
     weight: Callable[[Any], float] | None = None,
     loss: Literal["mean", "sum"] = "mean",
     random: Literal["per_worker", "as_seeded"] = "per_worker",
@@ -137,6 +144,8 @@ def prepare(
     method: AnyMethod = None,
     batch: Literal["global", "per_worker"] = "global",
     accumulate: int = 1,
+    micro_batch: int | Literal["auto"] | None = None,
+    memory_gb: float | None = None,
     weight: Callable[[Any], float] | None = None,
     loss: Literal["mean", "sum"] = "mean",
     random: Literal["per_worker", "as_seeded"] = "per_worker",
@@ -162,6 +171,8 @@ def prepare(
     method: AnyMethod = None,
     batch: Literal["global", "per_worker"] = "global",
     accumulate: int = 1,
+    micro_batch: int | Literal["auto"] | None = None,
+    memory_gb: float | None = None,
     weight: Callable[[Any], float] | None = None,
     loss: Literal["mean", "sum"] = "mean",
     random: Literal["per_worker", "as_seeded"] = "per_worker",
@@ -182,6 +193,8 @@ def prepare(
     method: AnyMethod = None,
     batch: Literal["global", "per_worker"] = "global",
     accumulate: int = 1,
+    micro_batch: int | Literal["auto"] | None = None,
+    memory_gb: float | None = None,
     weight: Callable[[Any], float] | None = None,
     loss: Literal["mean", "sum"] = "mean",
     random: Literal["per_worker", "as_seeded"] = "per_worker",
@@ -201,6 +214,8 @@ def prepare(
     method: AnyMethod = None,
     batch: Literal["global", "per_worker"] = "global",
     accumulate: int = 1,
+    micro_batch: int | Literal["auto"] | None = None,
+    memory_gb: float | None = None,
     weight: Callable[[Any], float] | None = None,
     loss: Literal["mean", "sum"] = "mean",
     random: Literal["per_worker", "as_seeded"] = "per_worker",
@@ -226,6 +241,9 @@ def prepare(
     batch: "global" (batch_size is shared out) or "per_worker" (every worker takes batch_size, as with DDP).
     accumulate: micro-batches to a step. Write the loop as without it: in between, `step` and `zero_grad` do
         nothing, and the window's gradient is the mean over all its samples. Do not divide the loss.
+    micro_batch: the most samples that a worker computes at once. A larger share is handed out in several iterations of
+        the loop, which make one step as with accumulate. "auto": it is found, by `with paceline.retry():`.
+    memory_gb: the most memory that this process may use: of its GPU, or on a CPU of the host's beside what is mapped.
     weight: how much a batch counts, if not by its samples: `lambda batch: (batch[1] != pad).sum()` for tokens.
     loss: "mean" (of the samples in a batch, as torch's losses are) or "sum" (reduction="sum"): gradients are then
         summed over workers and micro-batches, as one process with all the samples would sum them.
@@ -250,6 +268,8 @@ def prepare(
     given = {
         "batch": batch,
         "accumulate": accumulate,
+        "micro_batch": micro_batch,
+        "memory_gb": memory_gb,
         "weight": weight,
         "loss": loss,
         "random": random,
@@ -268,6 +288,7 @@ def prepare(
     chosen, peer = _method(method, knobs, env)
     sorted_ = Objects.sort(objects)
     sorted_.check()
+    micro_batches.check(settings, sorted_, chosen, peer)
     if peer is not None and settings.loss == "sum":
         raise UsageError(f"{peer} takes the mean of gradients", why="loss='sum' asks for their sum", do="leave one out")
     meta.check(sorted_.models, weights=settings.weights is not None)
@@ -294,9 +315,11 @@ def prepare(
     here.has_loader = here.has_loader or bool(sorted_.loaders)
     if here.group.board is not None and not here.has_loader:
         watch_for_same_work([new.get(id(m), m) for m in sorted_.models], here.group.board, lambda: here.has_loader)
-    loaders = [_loader(here, source, chosen, settings, engines) for source in sorted_.loaders]
+    loaders = [_loader(here, source, chosen, settings, engines, sorted_.models) for source in sorted_.loaders]
     new |= {id(source): loader for source, loader in zip(sorted_.loaders, loaders, strict=True)}
     here.print_once(name, loaders)
+    if settings.memory_gb is not None:
+        memory_cap.cap(settings.memory_gb, here.rendezvous.device)
     if settings.random == "per_worker":
         here.separate_streams()
     result = tuple(new.get(id(one), one) for one in objects)
@@ -377,11 +400,18 @@ def _values(here: Session, objects: Objects, settings: Settings, *, later: bool)
     return fill if later else lambda engines: None
 
 
-def _loader(here: Session, source: Any, method: Method, settings: Settings, engines: list[Engine]) -> Loader[Any]:
+def _loader(
+    here: Session, source: Any, method: Method, settings: Settings, engines: list[Engine], models: list[nn.Module]
+) -> Loader[Any]:
     number = here.loaders
     here.loaders += 1
+    size = micro_batches.size(settings, method, models, here)
+    look = micro_batches.warning_of_batch_norm(models, size)
 
     def hand_out(batch: Batch) -> None:
+        look(batch)
+        if torch.is_grad_enabled():
+            here.redeal = next((engine.redeal for engine in engines if engine.redeal.on), None)
         for engine in engines:
             engine.take_batch(batch, number)
         if (board := here.group.board) is not None:
@@ -405,6 +435,8 @@ def _loader(here: Session, source: Any, method: Method, settings: Settings, engi
         gate=here.gate,
         meet=here.meet if method.sync.is_async else None,
         clock=clock_of(here.rendezvous.device),
+        size=size,
+        redeals=micro_batches.redeals(here, engines, size, settings),
     )
 
 
@@ -565,8 +597,12 @@ def no_sync(optimizer: Optimizer) -> AbstractContextManager[None]:
 
 
 def will_step(optimizer: Optimizer) -> bool:
-    """With accumulate=N, or a balance that changes the batch: will the next optimizer.step() really step?"""
-    return _engine(optimizer, "will_step").window.closing
+    """Will the next optimizer.step() really step? For LR schedulers and logging.
+
+    With accumulate=N, micro_batch= and a balance that changes the batch it does in the last iteration of several, and after a backward that did not fit
+    into some worker's memory it does not: the same on all workers whose methods step together.
+    """
+    return _engine(optimizer, "will_step").will_step
 
 
 def scheduled_steps(optimizer: Optimizer) -> int:

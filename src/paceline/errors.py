@@ -91,6 +91,16 @@ class NonFiniteError(PacelineError):
     """Gradients stayed NaN or infinite for too many steps in a row."""
 
 
+_NO_MEMORY = re.compile(r"can(no|')t allocate memory|not enough memory|out of memory", re.IGNORECASE)
+
+
+def out_of_memory(error: BaseException | None) -> bool:
+    """Does this error say that there was not enough memory, on a GPU or on the host?"""
+    if isinstance(error, MemoryError) or any(cls.__name__ == "OutOfMemoryError" for cls in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """`did you mean 'x'? known: a, b, c` for the error about an unknown word."""
     names = sorted(known)
@@ -132,6 +142,10 @@ _ESCAPES = re.compile(
     r"|\x1b[ -/]*[0-~]?"
 )
 _UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # control characters, and those that turn the direction of writing
+_PARTS = (
+    "a batch that does not fit is computed in parts with prepare(..., micro_batch='auto') and the body of the loop"
+    " inside `with paceline.retry():`"
+)
 _OURS = str(Path(__file__).parent) + os.sep
 
 
@@ -178,6 +192,8 @@ def show_uncaught() -> None:
     before = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if out_of_memory(error) and "paceline.session.session" in sys.modules and not hasattr(error, "__notes__"):
+            error.add_note(f"paceline: {_PARTS}")
         if not isinstance(error, PacelineError) or os.environ.get(DEBUG):
             before(kind, error, trace)
         else:

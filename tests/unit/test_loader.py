@@ -35,6 +35,7 @@ from paceline.comm.group import Group
 from paceline.comm.single import SingleComm
 from paceline.data import sampling
 from paceline.data.loader import Batch, Loader
+from paceline.data.micro_batches import MicroBatchSize
 from paceline.errors import DataError, MismatchError, PacelineError, UsageError
 from paceline.telemetry.recorder import Recorder
 
@@ -428,7 +429,7 @@ def test_an_endless_sampler_starts_at_once_and_is_drawn_in_stretches(
     batches = joined([seen for seen, _, _ in results])
     assert [i for batch in batches for i in batch] == list(itertools.islice(Endless(10), 4 * most))
     for rank, (_, drawn, held) in enumerate(results):
-        assert held == [16, 16]
+        assert held == [16, 16, 16]
         assert drawn <= 4 * (most + 3 * 16) if rank == 0 else drawn == 0
 
 
@@ -519,7 +520,7 @@ def test_a_long_epoch_is_resumed(
 
 
 def test_what_is_read_too_far_ahead_is_refused() -> None:
-    assignment = sampling.Assignment(sampling.Shares(Group.over(SingleComm()), Even()))
+    assignment = sampling.Assignment(sampling.Shares(Group.over(SingleComm()), Even()), MicroBatchSize())
     stretches = iter([sampling.Epoch.even(torch.arange(4), 2, False)] * 3)
     assignment.epoch = sampling.LongEpoch(next(stretches), lambda: next(stretches, None))
     assignment.epoch.reach(0)  # this stretch and the next one: four batches

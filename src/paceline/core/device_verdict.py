@@ -37,6 +37,7 @@ class DeviceVerdict:
         guard, vote, ex = engine.guard, engine.vote, engine.ex
         return (
             wanted
+            and not engine.redeal.asks
             and guard.mode != "raise"
             and vote.late == 0
             and (not engine.exchanged or (ex.exact_everywhere and vote.ballot is not None))

@@ -53,10 +53,11 @@ from paceline.core.noise_meter import NoiseMeter
 from paceline.core.overlap import Overlap
 from paceline.core.parts import Event, Parts
 from paceline.core.pipeline import Pipeline
+from paceline.core.redeal import Redeal
 from paceline.core.replicas import Replicas
 from paceline.core.step_size import StepSizes, scaled_rate
 from paceline.core.unstepped import Unstepped
-from paceline.core.vote import NOT_FINITE, Bad, Place, Verdict, Vote, not_finite
+from paceline.core.vote import GAVE_UP, NOT_FINITE, OUT_OF_MEMORY, Bad, Place, Verdict, Vote, not_finite
 from paceline.core.window import BatchInHand, Window
 from paceline.errors import UsageError
 from paceline.telemetry.recorder import Recorder
@@ -83,6 +84,8 @@ class EngineOptions:
     """How an engine goes about its work."""
 
     accumulate: int = 1  # micro-batches to a step
+    cuts: bool = False  # batches are dealt in micro-batches
+    redeals: bool = False  # a batch that did not fit is dealt again: redeal.py
     summed: bool = False  # the loss is a sum over samples, not their mean
     guard: Mode = "skip"
     check_replicas: int = 0  # steps between two looks whether the replicas agree; 0: never
@@ -135,11 +138,13 @@ class Engine:
         self.pipeline = Pipeline(on_resume)
         self.buckets = self.ex.buckets
         self.by_hand = ByHand(self)
+        self.redeal = Redeal(self, on=self.options.redeals)
         self.replicas = Replicas(self, self.options.check_replicas)
         self.noise = NoiseMeter(self)
         self.sizes = StepSizes(self)
         self.unstepped = Unstepped(self)
         self.under_way = False  # a backward is
+        self.making = False  # the optimizer is stepping
         self.asked = False  # to step; loss_scale.py looks whether a loss scaler did
         self.exchanged = self.landed = False  # the gradients of this step have left; their means are here
         self.gradient_hooks = hooks
@@ -164,8 +169,8 @@ class Engine:
         method, params = self.method, [p for group in self.optimizer.param_groups for p in group["params"]]
         rests = method.layout.rests(params)
         # Alone there is nobody to agree with, and gradients are left as they are.
-        alone = self.group.world_size == 1 and self.options.accumulate == 1 and not method.balance.adapts
-        self.idle = alone and rests and not self.window.no_sync
+        alone = self.group.world_size == 1 and not self.options.cuts and not method.balance.adapts
+        self.idle = alone and self.options.accumulate == 1 and rests and not self.window.no_sync
         self.vote = Vote(
             self._vote_lane,
             guard=self.guard.mode != "off",
@@ -267,6 +272,8 @@ class Engine:
     def take_batch(self, batch: BatchInHand, loader: int = 0) -> None:
         """A loader hands out a batch. loader: its number."""
         self.window.take(batch, loader, trains=torch.is_grad_enabled())
+        if self.redeal.on:
+            self.method.layout.begin_micro_batch()
         self._weigh_arrivals()
 
     def loop_ended(self, loader: int) -> None:
@@ -294,7 +301,7 @@ class Engine:
         if self.method.balance.measures_speed() and self.group.world_size > 1:
             self.window.refuse_several(f"{self.method.balance.name} adjusts the shares of each loader by itself")
         self.window.count()
-        self._arm(sends=self.window.closing and self.method.sync.due(self.ex.step))
+        self._arm(sends=self.window.closing and self.method.sync.due(self.ex.step) and not self.redeal.lost)
 
     def _arm(self, *, sends: bool) -> None:
         self.under_way, self._sends = True, sends
@@ -403,30 +410,64 @@ class Engine:
 
     def give_up(self) -> None:
         """The backward under way has raised: what the others wait for is sent as zeros, and its step does not count."""
+        if self.redeal.on:
+            self.redeal.ran_out(None)
+            self.redeal.take_part()
+            return
         self.under_way = False
         self.guard.gave_up()
         self.window.uncount()
-        if not self._sends:
-            return
-        self.vote.gave_up = True
-        for b in self._coming:
-            b.zero()
-        self._send_rest()
+        if self._sends:
+            self._send_zeros(GAVE_UP)
+            self._lose()
+
+    def run_out_of_memory(self) -> None:
+        """This worker's memory did not suffice for the step under way: redeal.py.
+
+        Where gradients are exchanged in it the others are told, in the exchange that they are in or will come to.
+        """
+        self.overlap.land()
+        began, self.under_way = self.under_way and self._sends, False
+        if not began:
+            self._arm(sends=self.method.sync.due(self.ex.step))
+            self.under_way = False
+        if self._sends:
+            with self.method.layout.joining(self.ex, self.window.left):
+                self._send_zeros(OUT_OF_MEMORY)
+            self.redeal.hear(self.vote.bad())
+        self.give_up_lost()
+
+    def _send_zeros(self, why: float) -> None:
+        """Send zeros in the place of the gradients that the others wait for."""
+        self.vote.gave_up = why
+        self._send_rest(zeros=True)
         with self.waiting():
             self.pipeline.drain()
             self.vote.used(self.buckets)
-        self.buffers.give_back()
         self.exchanged = True
+
+    def _lose(self) -> None:
+        """The step under way is given up, and with it what forwards have written into buffers."""
+        self.buffers.give_back()
         self.rollback()
         self.window.over()
 
-    def _send_rest(self) -> None:
+    def give_up_lost(self) -> None:
+        """The step under way is given up because its batch is dealt again, in this window's place."""
+        self._lose()
+        self.drop_gradients()
+        self.window.renumber()
+        self.method.layout.give_up(self.ex)
+
+    def _send_rest(self, *, zeros: bool = False) -> None:
         early = self.overlap.on  # the next forward asks for the verdict and the buffers first
         if early and not (self._final and self.vote.whispers_in(self._final)):
             self.vote.call(self.buckets, self.pipeline.backlog())
         if early:
             self._share_buffers()
         while self._coming:
+            if zeros:
+                self._coming[0].zero()
             self._next()
         self._send(Event.END)
         self.pipeline.rearrange(self.method.order.urgency)
@@ -459,6 +500,8 @@ class Engine:
             self.pipeline.drain()
             used = self.vote.used(self.buckets)
         self.landed = True
+        if self.redeal.asks:
+            self.redeal.hear(self.vote.bad())
         if self.vote.ballot and not self.ex.exact_everywhere:
             self._poison(self.vote.ballot.any_not_finite())
         self.noise.landed()
@@ -514,8 +557,11 @@ class Engine:
         due = self.method.sync.due(self.ex.step)
         if due and not self.exchanged and (new := self.by_hand.changed()):
             self.take_up(new)
+        if self.redeal.given_up:
+            return None
         if not self.window.closing:
-            self.window.micro += 1
+            self._refuse_step_in_batch()
+            self.window.hold()
             return None
         self.on_device.read()
         if not self.exchanged and due:
@@ -543,6 +589,20 @@ class Engine:
         """Average the gradients that the user has changed since they were agreed on, where workers differ."""
         if self.exchanged and Fact.REPLICAS_AGREE in self.ex.facts and not self.vote.late:
             self.by_hand.agree()
+
+    @property
+    def will_step(self) -> bool:
+        """Will the next step() be a real one?"""
+        return self.window.closing and not self.redeal.given_up
+
+    def _refuse_step_in_batch(self) -> None:
+        """Refuse a loop that steps by a count of its own, where the loader deals micro-batches."""
+        if self.exchanged and self.window.in_batch:
+            raise UsageError(
+                "optimizer.step() was left out at the end of a batch, and is called in the middle of the next one",
+                why="with micro_batch= an iteration of the loop is a part of a batch, and one batch makes a step",
+                do="call step() and zero_grad() in every iteration, and say accumulate=N for several batches to a step",
+            )
 
     def take_up(self, new: Sequence[tuple[Bucket, Slot]]) -> None:
         """Exchange gradients that no hook has announced, as if a backward had brought them: [Note: by hand]."""
@@ -582,6 +642,7 @@ class Engine:
             return Verdict.SIT_OUT
         if not self.method.membership.commit(not bad):
             step = self.ex.step
+            self.redeal.hear(bad)
             self.rollback()
             self.guard.skipped(step, bad)
             return Verdict.SKIP
@@ -610,6 +671,7 @@ class Engine:
     def _make(self, do: Callable[[], Any]) -> Any:
         """Make the step: the optimizer's, and what all workers do together around it."""
         sync, layout = self.method.sync, self.method.layout
+        self.making = True
         if sync.acts_before_step:
             self._together(self.ex.before_step)
         if not self.exchanged:
@@ -627,6 +689,7 @@ class Engine:
         self.sizes.made()
         self.over(made=True)
         self.window.over()
+        self.making = False
         return result
 
     def _add_carry(self) -> None:

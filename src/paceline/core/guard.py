@@ -10,7 +10,7 @@ from typing import Literal
 from paceline.comm.group import Group
 from paceline.core.bucket import Bucket
 from paceline.core.summed import summed_term
-from paceline.core.vote import NOT_FINITE, Bad, told
+from paceline.core.vote import NOT_FINITE, OUT_OF_MEMORY, Bad, told
 from paceline.errors import NonFiniteError
 from paceline.telemetry.events import Note, Skip
 from paceline.telemetry.recorder import Recorder
@@ -30,9 +30,11 @@ class Guard:
 
     def skipped(self, step: int, bad: Bad, *, alone: bool = False) -> None:
         """A step that does not count leaves no trace but this. alone: the other workers made it."""
-        self.in_a_row += 1
         why = told(bad)
         self.recorder.emit(Skip(t=time.monotonic(), step=step, workers=list(bad), why=why))
+        if OUT_OF_MEMORY in bad.values():
+            return  # its batch is dealt again
+        self.in_a_row += 1
         if (self.mode == "raise" and NOT_FINITE in bad.values()) or self.in_a_row >= PATIENCE:
             raise NonFiniteError(
                 f"step {step} does not count, {self.in_a_row} in a row: {why}",

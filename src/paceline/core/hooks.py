@@ -10,6 +10,7 @@ models, without an engine.
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,7 +25,7 @@ from paceline.core.bucket import Bucket, Slot
 from paceline.core.engine import Engine, Watch
 from paceline.core.engines import Engines, weakly
 from paceline.core.lookout import lookout
-from paceline.errors import UsageError
+from paceline.errors import UsageError, out_of_memory
 from paceline.telemetry.left_behind import LeftBehind
 
 
@@ -77,6 +78,8 @@ class Hooks:
 
     def cross(self, engine: Engine) -> None:
         """Every layer waits for its own parameters, and whatever looks at them from outside for all: overlap.py."""
+        if engine.redeal.on:
+            return engine.overlap.off("whether memory sufficed must be known before the next batch is dealt")
         if self.scaler is not None:
             return engine.overlap.off("a loss scaler must have seen every gradient before the first update")
         if engine.method.balance.adapts:
@@ -203,7 +206,14 @@ def _watch_forward(engine: Engine, model: torch.nn.Module, scaler: Any, engines:
         if scaler is None and (what := loss_scale.needs_scaler(engine)):
             loss_scale.refuse_unknown(what)
 
+    def after(module: torch.nn.Module, args: Any, output: Any) -> None:
+        error = sys.exception()
+        if module is model and torch.is_grad_enabled() and out_of_memory(error):
+            engine.redeal.ran_out(error)
+
     model.register_forward_pre_hook(LeftBehind(before))
+    if engine.redeal.on:
+        model.register_forward_hook(LeftBehind(after), always_call=True)
 
 
 def _compiled(module: torch.nn.Module) -> bool:

@@ -64,6 +64,8 @@ def needs_scaler(engine: Engine) -> str:
         return engine.method.balance.name
     if engine.noise.every:
         return "advice="
+    if engine.options.cuts:
+        return "micro_batch"
     alone = not engine.method.sync.due(engine.ex.step)
     return "this method" if engine.ex.keeps or alone else ""
 
@@ -81,7 +83,7 @@ def wrap(engine: Engine, scaler: Any) -> None:
     def paced_step(opt: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if opt is not optimizer:
             return step(opt, *args, **kwargs)
-        if not engine.window.closing:
+        if not engine.will_step:
             return opt.step()
         engine.agree_by_hand()
         engine.asked, engine.by_hand.trusts = False, True
@@ -96,7 +98,7 @@ def wrap(engine: Engine, scaler: Any) -> None:
     def paced_unscale(opt: torch.optim.Optimizer) -> None:
         if opt is not optimizer:
             unscale(opt)
-        elif engine.window.closing:
+        elif engine.will_step:
             engine.agree_by_hand()
             unscale(opt)
             engine.by_hand.note()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -168,6 +169,21 @@ class Layout(Part):
 
     def collect(self, ex: Exchange) -> None:
         """Before buckets are cut anew: make model and optimizer state whole again on every worker."""
+
+    # Where a worker's memory may not suffice: redeal.py.
+
+    def begin_micro_batch(self) -> None:
+        """A micro-batch has been handed out."""
+
+    def joining(self, ex: Exchange, left: int) -> AbstractContextManager[None]:
+        """Inside, this worker takes part in what the forwards and backwards of the others exchange beside gradients.
+
+        Its own forward or backward was given up. left: how many micro-batches come after that one, on the others.
+        """
+        return nullcontext()
+
+    def give_up(self, ex: Exchange) -> None:
+        """The step under way is given up on all workers, wherever each is in its forwards and backwards."""
 
     # What checkpoints and the filling of models ask, where state is sharded.
 

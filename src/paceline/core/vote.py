@@ -25,13 +25,15 @@ from paceline.core.bucket import Bucket
 from paceline.errors import MismatchError
 
 _SMALL = 251  # its square, summed over any number of workers, is exact in fp32
-NOT_FINITE, GAVE_UP = 1.0, 2.0  # what a worker says of its gradients: they have NaN or infinity; its backward raised
+# What a worker says of its gradients: they have NaN or infinity; its backward raised; its memory did not suffice.
+NOT_FINITE, GAVE_UP, OUT_OF_MEMORY = 1.0, 2.0, 3.0
 _WHY = {
     NOT_FINITE: "the gradient of {} is not finite (NaN or infinity)",
     GAVE_UP: "the backward of {} raised an error and was given up",
+    OUT_OF_MEMORY: "the memory of {} did not suffice",
 }
 
-Bad = Mapping[int, float]  # the workers whose gradients cannot be used, and why: NOT_FINITE or GAVE_UP
+Bad = Mapping[int, float]  # the workers whose gradients cannot be used, and why: NOT_FINITE, ...
 
 
 def told(bad: Bad) -> str:
@@ -88,16 +90,16 @@ class Ballot:
         *,
         extremes: list[Tensor],
         backlog: float,
-        gave_up: bool = False,
+        gave_up: float = 0.0,
     ) -> None:
-        """extremes: the smallest and largest element of every bucket, in which NaN and infinity show. gave_up: this
-        worker's backward raised, and what it sends are zeros.
+        """extremes: the smallest and largest element of every bucket, in which NaN and infinity show. gave_up: why this
+        worker has no gradients (GAVE_UP, OUT_OF_MEMORY), and what it sends are zeros.
         """
         self.world_size, self.buckets = comm.world_size, buckets
         self.arrived = [[s.arrived for s in b.slots] for b in buckets]
         flags = [float(a) for bucket in self.arrived for a in bucket]
         rows = [[0.0] * comm.world_size for _ in range(_ROWS)]
-        for row, mine in zip(rows, (GAVE_UP if gave_up else 0.0, *place), strict=True):
+        for row, mine in zip(rows, (gave_up, *place), strict=True):
             row[comm.rank] = float(mine)
         numbers = [x for row in rows for x in row] + flags + [backlog]
         device = buckets[0].device if buckets else torch.device("cpu")
@@ -179,13 +181,17 @@ _ROWS = 1 + len(Place._fields)  # of a ballot, one element for each worker: is a
 
 
 def _bad(votes: list[float]) -> Bad:
-    """Read a ballot's rows. Raises on every worker if the workers are not at the same place."""
+    """Read a ballot's rows. Raises on every worker if the workers are not at the same place.
+
+    One whose memory did not suffice left the others in the middle of their batch, and is only at the same step.
+    """
     world_size = len(votes) // _ROWS
     said, *rows = (votes[i : i + world_size] for i in range(0, len(votes), world_size))
     places = [Place(int(row[0]), int(row[1]), int(row[2]), int(row[3]), row[4]) for row in zip(*rows, strict=True)]
-    usual = max(places, key=places.count)
+    there = [place for place, why in zip(places, said, strict=True) if why != OUT_OF_MEMORY] or places[:1]
+    usual = max(there, key=there.count)
     for rank, place in enumerate(places):
-        if place != usual:
+        if place != usual and (said[rank] != OUT_OF_MEMORY or place.step != usual.step):
             raise _differs(rank, place, usual)
     return {rank: why for rank, why in enumerate(said) if why}
 
@@ -241,7 +247,7 @@ class Vote:
         self._ballots: dict[int, Ballot] = {}  # by step: the last one's, and those that are not used yet
         self._extremes: list[Tensor] = []
         self.last: Bucket | None = None  # the bucket that carries the whisper
-        self.gave_up = False  # this worker's backward raised
+        self.gave_up = 0.0  # why this worker has no gradients to send
         self._at = Place()
 
     @property
@@ -251,7 +257,7 @@ class Vote:
 
     def begin(self, place: Place) -> None:
         """A backward begins: forget what was said of the one before."""
-        self._at, step, self.gave_up = place, place.step, False
+        self._at, step, self.gave_up = place, place.step, 0.0
         self._extremes.clear()
         self._ballots = {s: ballot for s, ballot in self._ballots.items() if step - self.late <= s < step}
         self.last = None
@@ -276,7 +282,7 @@ class Vote:
     def _trouble(self, buckets: list[Bucket]) -> bool:
         """Is there anything the other workers must know of?"""
         absent = any(s.param.requires_grad and not s.arrived for b in buckets for s in b.slots)
-        return absent or self.gave_up or not all(math.isfinite(x) for x in self._extremes)
+        return absent or bool(self.gave_up) or not all(math.isfinite(x) for x in self._extremes)
 
     def call(self, buckets: list[Bucket], backlog: float = 0.0) -> None:
         """All buckets are loaded: vote now, unless it was whispered. backlog: bytes under way, for the order."""

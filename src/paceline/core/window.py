@@ -39,6 +39,9 @@ class BatchInHand(Protocol):
     def total(self) -> float: ...
     @property
     def last(self) -> bool: ...
+    @property
+    def left(self) -> int:
+        """Micro-batches still to come of the same batch."""
 
 
 class Window:
@@ -58,6 +61,7 @@ class Window:
         self.number = 0  # of that batch, as its loader counts
         self.scale = self.usual  # what an arriving gradient is multiplied by
         self.micro = 0  # calls of step() since the last real one
+        self._batches = 0  # ... that ended a batch
         self._totals: list[float] = []
         self._counted: BatchInHand | None = None
         self._at_scale = False
@@ -93,8 +97,28 @@ class Window:
     @property
     def closing(self) -> bool:
         """Is the batch in hand the last of its window?"""
-        full = self.micro + 1 >= self.accumulate or any(batch.last for batch in self._counting().values())
-        return full and not self.no_sync
+        full = self._batches + 1 >= self.accumulate or any(batch.last for batch in self._counting().values())
+        return full and not self.no_sync and not self.in_batch
+
+    @property
+    def in_batch(self) -> bool:
+        """Has the batch in hand micro-batches that are still to come?"""
+        return self.left > 0
+
+    @property
+    def left(self) -> int:
+        """How many micro-batches of the batch in hand are still to come."""
+        return max((batch.left for batch in self._counting().values()), default=0)
+
+    @property
+    def fresh(self) -> bool:
+        """Has nothing of the step to come been computed yet?"""
+        return not (self.micro or self._totals)
+
+    def hold(self) -> None:
+        """The user has called step() in the middle of the window."""
+        self.micro += 1
+        self._batches += not self.in_batch
 
     @property
     def several(self) -> bool:
@@ -167,7 +191,7 @@ class Window:
         self._just_counted = False
         self._used = True
         self._refuse_unequal()
-        if not (self.accumulate > 1 or self.no_sync or self._totals):
+        if not (self.accumulate > 1 or self.no_sync or self._totals or self.in_batch):
             return
         if self.batch is None or self.batch is not self._counted:
             self._counted = self.batch
@@ -211,7 +235,7 @@ class Window:
             self.scale = self.usual  # until the next batch says otherwise
         self._totals.clear()
         self._first.clear()
-        self._counted, self._at_scale, self.micro = None, False, 0
+        self._counted, self._at_scale, self.micro, self._batches = None, False, 0, 0
 
     def _counting(self) -> dict[int, BatchInHand]:
         """The batches in hand that the next backward may be of."""
@@ -244,6 +268,13 @@ class Window:
                 )
         for other, batch in batches[1:]:
             one, first = batches[0]
+            if batch.left != first.left:
+                raise UsageError(
+                    f"two batches are in hand that are cut differently: of loader {one + 1}'s {first.left} "
+                    f"micro-batches are still to come, and {batch.left} of loader {other + 1}'s",
+                    why="one backward is of both, so both must begin and end together",
+                    do="give both loaders the same batch size, or leave micro_batch= out",
+                )
             if not _alike(self._shares(one, first), self._shares(other, batch)):
                 raise UsageError(
                     f"two batches are in hand that count differently: worker {self.group.rank} has {first.weight:g} of "

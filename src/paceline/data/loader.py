@@ -21,6 +21,8 @@ from paceline.comm.group import Group
 from paceline.comm.protocol import Comm
 from paceline.core.parts import Balance
 from paceline.data.balancing import Balancing, check, read_ahead
+from paceline.data.micro_batches import MicroBatchSize
+from paceline.data.redeals import Redeals
 from paceline.data.sources import DealtBatch, DealtBatches, Habit, chosen
 from paceline.errors import DataError, PeerError, UsageError, nearest
 from paceline.telemetry.pace import Clock
@@ -45,6 +47,7 @@ class Batch:
     total: float  # the sum over all workers
     last: bool  # the last batch of the epoch, as far as known beforehand (False for streams)
     indices: list[int] | None  # this worker's samples, including a borrowed one; None for streams
+    left: int = 0  # micro-batches of the same batch still to come
 
 
 class Loader(_LoaderBase[T]):
@@ -69,6 +72,8 @@ class Loader(_LoaderBase[T]):
         gate: Callable[[], bool] | None = None,
         meet: Callable[[], None] | None = None,
         clock: Clock | None = None,
+        size: MicroBatchSize | None = None,
+        redeals: Redeals | None = None,
     ) -> None:
         if batch not in ("global", "per_worker"):
             raise UsageError(f"batch={batch!r} is not a choice", do=nearest(str(batch), ("global", "per_worker")))
@@ -81,9 +86,12 @@ class Loader(_LoaderBase[T]):
         self.epoch = 0
         seed %= 2**63
         check([source], balance, batch, group.world_size)
-        self._from = chosen(source, group, balance, batch, seed)
-        self._handed = 0  # batches handed out in this epoch
+        self.size = size or MicroBatchSize()
+        self.redeals = redeals  # goes back to a batch that did not fit; None where that ends the loop
+        self._from = chosen(source, group, balance, batch, seed, self.size)
+        self._handed = 0  # batches handed out in this epoch, to the last micro-batch
         self._ever = 0  # ... and in all of them
+        self._left = 0  # micro-batches of the batch in hand that are still to come
         self._total = 0  # samples of the last one, where they are known
         self._balancing: Balancing | None = None
         if balance.measures_speed() and group.world_size > 1 and self._from.shares is not None:
@@ -153,8 +161,9 @@ class Loader(_LoaderBase[T]):
 
     def describe(self) -> str:
         by = "" if self.weight is None else f", weighted by {getattr(self.weight, '__name__', 'a function')}"
+        cut = "" if self.size.most is None else f", in micro-batches of at most {self.size.most}"
         adjusted = "" if self._balancing is None else "; shares are going to follow the workers' speeds"
-        return self._from.describe() + by + adjusted
+        return self._from.describe() + by + cut + adjusted
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, and pass it to a sampler with a set_epoch of its own.
@@ -191,6 +200,9 @@ class Loader(_LoaderBase[T]):
             self.meet()  # worker 0 draws this epoch's order for all
         if self._balancing is not None:
             self._balancing.begin(self._ever, start)
+        self.size.begin(start)
+        if self.redeals is not None:
+            self.redeals.begin()
         self._dealt, count = self._from.begin(self.epoch, start)
         if count is None and self.meet is not None and self.group.world_size > 1:
             raise UsageError(
@@ -202,7 +214,9 @@ class Loader(_LoaderBase[T]):
             while count is None or self._handed < count:
                 if not self._may_go_on():
                     return
-                if self._balancing is not None:
+                if self.redeals is not None and self.redeals.before(self._handed):
+                    self._deal_again()
+                if self._balancing is not None and not self._left:
                     self._balancing.before_batch(self._ever, self._from.size or self._total)
                 began = time.perf_counter()
                 dealt, weight = self._next(self._dealt)
@@ -210,11 +224,13 @@ class Loader(_LoaderBase[T]):
                 batch = self._agreed(dealt, weight)
                 if batch is None:
                     break
-                self._handed += 1
-                self._ever += 1
-                self._total = dealt.total or 0
-                self._allowed = False
+                self._handed += not dealt.left
+                self._ever += not dealt.left
+                self._total, self._left = dealt.total or 0, dealt.left
+                self._allowed = dealt.left > 0
                 self.current = batch
+                if self.redeals is not None:
+                    self.redeals.handed_out(dealt.left, dealt.largest)
                 if self.on_batch is not None:
                     self.on_batch(batch)
                 self.recorder.start_lap(dealt.samples or 0, data_s)
@@ -223,6 +239,9 @@ class Loader(_LoaderBase[T]):
                 yield dealt.data
                 self._newest(turn)
                 self.recorder.end_lap()
+                if self.redeals is not None and (first := self.redeals.after()) is not None:
+                    self._handed, self._allowed = first, True
+                    self._deal_again()
         finally:
             if turn == self._turn:
                 self._leave()
@@ -231,6 +250,12 @@ class Loader(_LoaderBase[T]):
         if self.meet is None:
             self._from.settle(self.epoch, start)
         self._restart(self.epoch + 1, 0)
+
+    def _deal_again(self) -> None:
+        """Go on with the batch after those that are handed out, cut anew."""
+        assert self._dealt is not None
+        self._dealt.close()
+        self._dealt = self._from.again(self.epoch, self._handed)
 
     def _leave(self) -> None:
         self.recorder.end_lap()
@@ -294,7 +319,7 @@ class Loader(_LoaderBase[T]):
             if dealt.out:
                 return None
             assert dealt.total is not None
-            return Batch(weight, float(dealt.total), dealt.last, dealt.indices)
+            return Batch(weight, float(dealt.total), dealt.last, dealt.indices, dealt.left)
         weights = self._gathered(weight)
         if failed := [rank for rank, w in enumerate(weights) if math.isnan(w)]:
             raise DataError(
@@ -309,7 +334,8 @@ class Loader(_LoaderBase[T]):
             )
         if all(w == _OUT for w in weights):
             return None
-        return Batch(max(weight, 0.0), sum(max(w, 0.0) for w in weights), dealt.last, dealt.indices)
+        total = sum(max(w, 0.0) for w in weights)
+        return Batch(max(weight, 0.0), total, dealt.last, dealt.indices, dealt.left)
 
     def _gathered(self, weight: float) -> list[float]:
         if self.comm.world_size == 1:

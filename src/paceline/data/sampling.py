@@ -21,6 +21,7 @@ from torch import Tensor
 from paceline.comm.group import Group
 from paceline.comm.protocol import Comm
 from paceline.core.parts import Balance, Speed
+from paceline.data.micro_batches import MicroBatch, MicroBatchSize, parts
 from paceline.data.random_streams import SideStreams
 from paceline.data.schedule import Schedule
 from paceline.errors import DataError, UsageError
@@ -83,8 +84,8 @@ class Epoch:
 class LongEpoch:
     """An epoch that is drawn while it goes on, because it is very long or has no end.
 
-    It holds the stretch that is being handed out and the next one. Every worker asks for the same batches in the same
-    order, so all draw at the same moments.
+    It holds the stretch that is being handed out, the next one, and the one before, which may be dealt again. Every
+    worker asks for the same batches in the same order, so all draw at the same moments.
     """
 
     def __init__(self, first: Epoch, more: Callable[[], Epoch | None]) -> None:
@@ -104,7 +105,7 @@ class LongEpoch:
                 break
             self._held.append((self.drawn, stretch))
             self.drawn += len(stretch)
-            while len(self._held) > 2 and k >= self._held[1][0]:
+            while len(self._held) > 3 and k >= self._held[2][0]:
                 self._past = folded(self._past + digest(self._held.pop(0)[1].indices))
         return k < self.drawn
 
@@ -227,7 +228,7 @@ class Shares:
     def __init__(self, group: Group, balance: Balance) -> None:
         self.group, self.balance = group, balance
         self.schedule = Schedule()
-        self._known: dict[tuple[int, int], slice] = {}  # nearly all batches have the same size
+        self._known: dict[tuple[int, int], list[int]] = {}  # nearly all batches have the same size
 
     def __getstate__(self) -> dict[str, Any]:
         """A process of a loader that is not forked gets the place in the group, and none of its connections."""
@@ -244,14 +245,35 @@ class Shares:
         A worker whose share is empty borrows the first sample of the batch, which does not count: it must run the
         step like the others, or they would wait for it.
         """
-        version, speeds = self.schedule.of(k)
-        key = (version, len(batch))
-        if key not in self._known:
-            shares = self.all(len(batch), speeds)
-            before = sum(shares[: self.group.rank])
-            self._known[key] = slice(before, before + shares[self.group.rank])
-        mine = batch[self._known[key]]
+        shares = self.of(k, len(batch))
+        before = sum(shares[: self.group.rank])
+        mine = batch[before : before + shares[self.group.rank]]
         return (mine, len(mine)) if len(mine) else (batch[:1], 0)
+
+    def of(self, k: int, size: int) -> list[int]:
+        """All workers' shares of batch k, which has so many samples."""
+        version, speeds = self.schedule.of(k)
+        if (version, size) not in self._known:
+            self._known[version, size] = self.all(size, speeds)
+        return self._known[version, size]
+
+    def cut(self, batch: Any, k: int, most: int | None, *, first: int = 0) -> list[MicroBatch]:
+        """This worker's samples of batch k, in micro-batches of at most so many; None: all at once.
+
+        Every worker has the same number of them. Where one of them is empty it borrows a sample, which does not count.
+        """
+        mine, own = self.take(batch, k)
+        shares = self.of(k, len(batch))
+        if not first and (most is None or max(shares) <= most):
+            return [MicroBatch(mine, own, len(batch), 0, max(shares))]
+        each = parts(shares, most, first=first)
+        found, begin, largest = [], 0, max(max(sizes) for sizes in each)
+        for j, sizes in enumerate(each):
+            n = sizes[self.group.rank]
+            samples = mine[begin : begin + n] if n else batch[:1]
+            found.append(MicroBatch(samples, n, sum(sizes), len(each) - 1 - j, largest))
+            begin += n
+        return found
 
     def check(self, size: int) -> None:
         if size < self.group.world_size:
@@ -277,20 +299,21 @@ class Shares:
 
 
 class Assignment:
-    """A DataLoader's batch sampler: this worker's indices of each batch of an epoch."""
+    """A DataLoader's batch sampler: this worker's indices of each batch of an epoch, or of its micro-batches."""
 
-    def __init__(self, shares: Shares) -> None:
-        self.shares, self.start = shares, 0
+    def __init__(self, shares: Shares, size: MicroBatchSize) -> None:
+        self.shares, self.size, self.start = shares, size, 0
         self.epoch: Epoch | LongEpoch = Epoch(torch.empty(0, dtype=torch.int64), ())
 
-    def take(self, k: int) -> tuple[Tensor, int]:
-        indices, own = self.shares.take(self.epoch.batch(k), k)
-        return indices, own
+    def take(self, k: int) -> list[MicroBatch]:
+        """This worker's part of batch k."""
+        return self.shares.cut(self.epoch.batch(k), k, self.size.of(k), first=self.size.first(k))
 
     def __iter__(self) -> Iterator[list[int]]:
         k = self.start
         while k < self.epoch.drawn:
-            yield self.take(k)[0].tolist()
+            for micro_batch in self.take(k):
+                yield micro_batch.samples.tolist()
             k += 1
         if self.epoch.total is None:
             raise UsageError(
@@ -361,3 +384,7 @@ class Ledger:
             self._past = folded(self._past + digest(torch.cat(self._open)))
             self._open.clear()
         return self._past.clone()
+
+    def remove(self, indices: Tensor) -> None:
+        """Forget samples that are going to be handed out again."""
+        self._past = folded(self.digest() - digest(indices))

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from paceline.comm.group import Group
 from paceline.comm.protocol import Comm
 from paceline.core.parts import Balance
+from paceline.data.micro_batches import MicroBatchSize
 from paceline.data.random_streams import SideStreams
 from paceline.data.sampling import (
     Assignment,
@@ -41,6 +42,8 @@ class DealtBatch(NamedTuple):
     samples: int | None  # how many count: 0 for a borrowed or repeated batch, None if they cannot be counted
     total: int | None = None  # samples of all workers, if this worker knows without communication
     last: bool = False
+    left: int = 0  # micro-batches of this batch still to come
+    largest: int = 0  # samples of its largest micro-batch, of any worker
     indices: list[int] | None = None
     out: bool = False  # this worker's data has ended, and this repeats its last batch
 
@@ -75,6 +78,10 @@ class BatchSource:
 
     def begin(self, epoch: int, start: int) -> tuple[DealtBatches, int | None]:
         """This worker's shares of an epoch's batches from batch `start` on, and the number of batches if known."""
+        raise NotImplementedError
+
+    def again(self, epoch: int, start: int) -> DealtBatches:
+        """The batches from `start` on once more, in the middle of an epoch: they were given up."""
         raise NotImplementedError
 
     def settle(self, epoch: int, start: int) -> None:
@@ -115,19 +122,28 @@ class Indexed(BatchSource):
         """Samples of a global batch; None where the user's own batch sampler decides."""
         return None if self.source.batch_size is None else self.source.batch_size * self.together
 
-    def __init__(self, source: DataLoader[Any], group: Group, balance: Balance, batch: Habit, seed: int) -> None:
+    def __init__(
+        self,
+        source: DataLoader[Any],
+        group: Group,
+        balance: Balance,
+        batch: Habit,
+        seed: int,
+        size: MicroBatchSize,
+    ) -> None:
         self.source, self.group, self.batch, self.seed = source, group, batch, seed
         self.samples = length(source.dataset)
         sampler: Any = source.sampler if self.size else source.batch_sampler
         self.shuffled = type(sampler) is RandomSampler
         self.drawer = None if self.size and _takes_all(sampler, source.dataset) else sampler
         self.shares = Shares(group, balance)
-        self.assignment = Assignment(self.shares)
+        self.assignment = Assignment(self.shares, size)
         self.generator = torch.Generator()
         self.inner = _rebuilt(source, self.generator, batch_sampler=self.assignment)
         self.order: Epoch | LongEpoch | None = None  # the epoch in progress
         self.resumed = 0  # the hash of what had been handed out of an epoch that is to be drawn again
         self.ledger = Ledger()
+        self.entered = 0  # the batches before this one are in it, from the one at which the loop began
         self.handed_before = self.ledger.digest()  # what had been handed out when the loop began
 
     @property
@@ -189,11 +205,24 @@ class Indexed(BatchSource):
             self._pass_over(self.order, start)
         self.order.reach(start)
         self.assignment.epoch, self.assignment.start = self.order, start
-        self.ledger = Ledger()
+        self.ledger, self.entered = Ledger(), start
         self.handed_before = self.order.before(start)
+        return self._from(self.order, epoch, start), self.order.total
+
+    def again(self, epoch: int, start: int) -> DealtBatches:
+        assert self.order is not None
+        self.assignment.start = start
+        for k in range(start, self.entered):
+            indices, own = self.shares.take(self.order.batch(k), k)
+            if own:
+                self.ledger.remove(indices)
+        self.entered = min(self.entered, start)
+        return self._from(self.order, epoch, start)
+
+    def _from(self, order: Epoch | LongEpoch, epoch: int, start: int) -> DealtBatches:
         # Different on every worker: with one seed, their loader processes would augment different samples alike.
         self.generator.manual_seed(mixed(self.seed, epoch, start, self.comm.rank))
-        return self._dealt(self.order, start), self.order.total
+        return self._dealt(order, start)
 
     def _ordered(self, epoch: int) -> Epoch | LongEpoch:
         if self.drawer is not None:
@@ -236,19 +265,28 @@ class Indexed(BatchSource):
     def _dealt(self, order: Epoch | LongEpoch, start: int) -> DealtBatches:
         batches, k = iter(self.inner), start
         while order.reach(k):
-            data = next(batches, _NOTHING)
-            if data is _NOTHING:
-                raise DataError(
-                    f"the data set ended within {order.drawn} batches",
-                    why="its __getitem__ raised StopIteration, which the other workers cannot see",
-                    do="raise IndexError for an index that does not exist, and let __len__ tell the truth",
-                )
-            indices, own = self.assignment.take(k)
-            if own:
-                self.ledger.add(indices)
-            yield DealtBatch(data, own, len(order.batch(k)), k + 1 == order.total, indices.tolist())
+            for part in self.assignment.take(k):
+                data = next(batches, _NOTHING)
+                if data is _NOTHING:
+                    raise DataError(
+                        f"the data set ended within {order.drawn} batches",
+                        why="its __getitem__ raised StopIteration, which the other workers cannot see",
+                        do="raise IndexError for an index that does not exist, and let __len__ tell the truth",
+                    )
+                if not part.left:
+                    self._enter(k)
+                last = k + 1 == order.total and not part.left
+                yield DealtBatch(data, part.own, part.total, last, part.left, part.largest, part.samples.tolist())
             k += 1
         yield DealtBatch(None, 0, out=True)
+
+    def _enter(self, k: int) -> None:
+        """Note that this worker has been handed its share of batch k."""
+        assert self.order is not None
+        indices, own = self.shares.take(self.order.batch(k), k)
+        if own:
+            self.ledger.add(indices)
+        self.entered = k + 1
 
     def settle(self, epoch: int, start: int) -> None:
         if self.comm.world_size == 1 or self.order is None:
@@ -426,8 +464,10 @@ def _first_size(data: Any) -> int | None:
 # -------------------------------------------------------------------------------------- the user's loader
 
 
-def chosen(source: Any, group: Group, balance: Balance, batch: Habit, seed: int) -> BatchSource:
+def chosen(source: Any, group: Group, balance: Balance, batch: Habit, seed: int, size: MicroBatchSize) -> BatchSource:
     """The BatchSource for the user's loader; a UsageError if it cannot be split."""
+    if size.cuts:
+        check_cuttable(source)
     if not isinstance(source, DataLoader):
         if not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
             raise UsageError(f"{source!r} is not a loader", do="give a torch DataLoader or an iterable of batches")
@@ -457,8 +497,22 @@ def chosen(source: Any, group: Group, balance: Balance, batch: Habit, seed: int)
             why="without a batch size there is no global batch to split between the workers",
             do="give batch_size=, or an iterable of batches that you have split between the workers",
         )
-    kind = Stream if isinstance(source.dataset, torch_data.IterableDataset) else Indexed
-    return kind(source, group, balance, batch, seed)
+    if isinstance(source.dataset, torch_data.IterableDataset):
+        return Stream(source, group, balance, batch, seed)
+    return Indexed(source, group, balance, batch, seed, size)
+
+
+def check_cuttable(source: Any) -> None:
+    """Raise unless the batches of this loader can be dealt in micro-batches."""
+    if isinstance(source, DataLoader) and not isinstance(source.dataset, torch_data.IterableDataset):
+        return
+    streams = isinstance(source, DataLoader)
+    raise UsageError(
+        f"{'the stream ' if streams else ''}{type(source.dataset if streams else source).__name__} cannot be dealt in "
+        "micro-batches",
+        why="a batch is cut, and dealt again where it did not fit, by the indices of its samples",
+        do="give a DataLoader over a data set with indices, or smaller batches and accumulate=N",
+    )
 
 
 def _takes_all(sampler: Any, dataset: Any) -> bool:

@@ -81,6 +81,8 @@ def assemble(
         options=replace(
             options or EngineOptions(),
             accumulate=settings.accumulate,
+            cuts=settings.micro_batch is not None,
+            redeals=settings.micro_batch == "auto",
             summed=settings.loss == "sum",
             guard=settings.guard,
             check_replicas=settings.check_replicas,

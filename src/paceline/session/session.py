@@ -23,6 +23,7 @@ from paceline.comm.protocol import Comm
 from paceline.comm.rendezvous import Rendezvous, meet
 from paceline.core.engine import Engine
 from paceline.core.engines import Engines
+from paceline.core.redeal import Redeal
 from paceline.data import random_streams
 from paceline.data.loader import Loader
 from paceline.errors import PeerError, UsageError
@@ -87,6 +88,7 @@ class Session:
     engines: Engines = field(default_factory=Engines)
     by_optimizer: WeakValueDictionary[int, Engine] = field(default_factory=WeakValueDictionary)  # by the id
     loaders: int = 0  # how many have been prepared
+    redeal: Redeal | None = None  # of the batch that was handed out last, if it can be dealt again
     separate: bool = False  # the workers have been given random streams of their own
 
     @classmethod
@@ -205,7 +207,10 @@ class Session:
             f"paceline {__version__}",
             f"torch {'.'.join(torch.__version__.split('.')[:2])}",
             f"method {method}",
-            *(f"{name}={getattr(settings, name)}" for name in ("batch", "accumulate", "loss", "random", "guard")),
+            *(
+                f"{name}={getattr(settings, name)}"
+                for name in ("batch", "accumulate", "micro_batch", "loss", "random", "guard")
+            ),
             *objects.lines(),
         ]
         self.control.agree("the set-up", "\n".join(lines))

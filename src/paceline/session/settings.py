@@ -17,6 +17,8 @@ class Settings:
 
     batch: Literal["global", "per_worker"] = "global"
     accumulate: int = 1
+    micro_batch: int | Literal["auto"] | None = None
+    memory_gb: float | None = None
     weight: Callable[[Any], float] | None = None
     loss: Literal["mean", "sum"] = "mean"
     random: Literal["per_worker", "as_seeded"] = "per_worker"
@@ -40,6 +42,13 @@ class Settings:
                 raise UsageError(f"{name}={steps!r} is not a whole number of 0 or more")
         if type(self.accumulate) is not int or self.accumulate < 1:
             raise UsageError(f"accumulate={self.accumulate!r} is not a whole number of 1 or more")
+        if self.micro_batch not in (None, "auto") and (type(self.micro_batch) is not int or self.micro_batch < 1):
+            raise UsageError(
+                f"micro_batch={self.micro_batch!r} is not a whole number of 1 or more",
+                do="give the most samples that a worker computes at once, or micro_batch='auto' to have it found",
+            )
+        if self.memory_gb is not None:
+            _number("memory_gb", self.memory_gb, high=65536.0, unit=" GB")
         _number("timeout", self.timeout, high=86400.0, unit=" seconds")
         if self.bucket_mb is not None:
             _number("bucket_mb", self.bucket_mb, high=65536.0, unit=" MB")

@@ -24,9 +24,11 @@ one that leaves the module: then they are resharded. All others stay unsharded u
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,7 +38,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from paceline.core.bucket import Bucket, Slot
 from paceline.core.cutting import cut
 from paceline.core.shard import Shard
-from paceline.errors import UsageError
+from paceline.errors import DataError, UsageError
 from paceline.sharding.sharded_bucket import FrozenShard, ShardedBucket, resharded
 
 if TYPE_CHECKING:
@@ -54,6 +56,8 @@ class UnshardOrder:
     def __init__(self) -> None:
         self.last: list[int] = []
         self.now: list[int] = []
+        self._path: list[int] = []  # of one micro-batch, its forward and its backward
+        self._begun = 0  # how many there were when the micro-batch in hand began
 
     def next(self, index: int) -> int | None:
         """Note that this bucket is unsharded now, and give the one that came after it in the last step."""
@@ -72,7 +76,27 @@ class UnshardOrder:
 
     def over(self) -> None:
         """End the step: its order is what the next step is held against."""
-        self.last, self.now = self.now, []
+        self.begin_micro_batch()
+        self.last, self.now, self._begun = self.now, [], 0
+
+    def begin_micro_batch(self) -> None:
+        """A micro-batch begins: the one before it has gone its way."""
+        self._path = self.now[self._begun :] or self._path
+        self._begun = len(self.now)
+
+    def rest(self, left: int) -> list[int]:
+        """What is still to be unsharded in this step: in this micro-batch and `left` more, if they go as the last."""
+        if not self._path:
+            raise DataError(
+                "one sample does not fit into the memory of this worker",
+                why="it ran out of memory in the first micro-batch of all, which was a single sample",
+                do="use a smaller model or shorter samples, activation checkpointing, or params='cpu'",
+            )
+        return self._path[len(self.now) - self._begun :] + self._path * left
+
+    def forget(self) -> None:
+        """The step is given up: the next one is held against nothing."""
+        self.last, self.now, self._begun = [], [], 0
 
 
 class ModuleCall:
@@ -267,6 +291,30 @@ class Unsharding:
         self._used.clear()
         self.held = Counter()
         self.order[True].over()
+
+    @contextlib.contextmanager
+    def joining(self, left: int) -> Iterator[None]:
+        """Inside, unshard what the others do, who need this worker's shards for it: its own step was given up.
+
+        In a thread of its own: the others gather parameters and average gradients in turns that are not known here.
+        """
+        rest = self.order[True].rest(left)
+        with ThreadPoolExecutor(1, thread_name_prefix="gather") as pool:
+            followed = pool.submit(self._follow, rest)
+            yield
+            followed.result()
+
+    def _follow(self, others: Sequence[int]) -> None:
+        with torch.no_grad():
+            for i in others:
+                self.buckets[i].reshard()
+                self._unshard(i, self.order[True])
+                self.buckets[i].reshard()
+
+    def give_up(self) -> None:
+        """The step under way is given up on all workers."""
+        self.reshard()
+        self.order[True].forget()
 
     def changed(self) -> None:
         """The shards have changed: gather what somebody outside holds, and what the next step begins with.

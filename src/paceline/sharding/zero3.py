@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -59,8 +60,7 @@ class Zero3(ShardedLayout):
     def attach(self, models: Sequence[torch.nn.Module], ex: Exchange) -> None:
         super().attach(models, ex)
         named = [named for model in models for named in model.named_parameters()]
-        sizes = {trained: sum(p.nbytes for _, p in named if p.requires_grad is trained) for trained in (True, False)}
-        shares = {trained: size // ex.world_size for trained, size in sizes.items()}
+        shares = {t: sum(p.nbytes for _, p in named if p.requires_grad is t) // ex.world_size for t in (True, False)}
         self.param_stores = ParameterStores(Path(self.path) if self.params == "nvme" else None, ex.rank, shares)
         self.unsharding = Unsharding(ex, self._store_of)
         self._models = models
@@ -103,6 +103,15 @@ class Zero3(ShardedLayout):
 
     def reshard(self) -> None:
         self.unsharding.reshard()
+
+    def begin_micro_batch(self) -> None:
+        self.unsharding.order[True].begin_micro_batch()
+
+    def joining(self, ex: Exchange, left: int) -> AbstractContextManager[None]:
+        return self.unsharding.joining(left)
+
+    def give_up(self, ex: Exchange) -> None:
+        self.unsharding.give_up()
 
     async def keep(self, b: Bucket, ex: Exchange) -> None:
         await self.keep_shard(b, ex)

@@ -104,6 +104,15 @@ class Rebalance(TelemetryEvent):
     after_ms: float  # ... and with these
 
 
+class Cut(TelemetryEvent):
+    """Batches are dealt in micro-batches of another size from now on."""
+
+    step: int
+    samples: int  # the most in a micro-batch
+    workers: list[int]  # whose memory did not suffice; empty where a larger size is tried
+    why: str
+
+
 class Note(TelemetryEvent):
     """Something a person should read once."""
 
@@ -118,7 +127,7 @@ class Bye(TelemetryEvent):
     error: str = ""
 
 
-AnyEvent = Hello | Step | Metric | Barrier | Wire | Skip | Choice | Rebalance | Note | Bye
+AnyEvent = Hello | Step | Metric | Barrier | Wire | Skip | Choice | Rebalance | Cut | Note | Bye
 _decoder = msgspec.json.Decoder(AnyEvent)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -252,3 +253,31 @@ def one_more_step_on_one(job: Job):
         opt.step()
         opt.zero_grad()
     return model
+
+
+def _short_of_memory(job: Job, *workers: int) -> Any:
+    """Train where memory suffices for two samples, on some of the workers."""
+    import paceline
+
+    model, opt, loader = job.start(micro_batch="auto") if not job.plain else job.start()
+    for x, y in loader:
+        with contextlib.nullcontext() if job.plain else paceline.retry():
+            hidden = model[:2](x)
+            if not job.plain and job.rank in workers and len(x) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+            loss_of(model[2:](hidden), y).backward()
+            opt.step()
+            opt.zero_grad()
+    return model
+
+
+@loop
+def dealt_again(job: Job):
+    """out of memory on all workers, under paceline.retry(): the batch comes again in smaller parts"""
+    return _short_of_memory(job, 0, 1)
+
+
+@loop
+def dealt_again_on_one(job: Job):
+    """out of memory on one worker alone, under paceline.retry()"""
+    return _short_of_memory(job, 1)
