@@ -34,6 +34,7 @@ class Share:
     total: float
     last: bool = False
     indices: list[int] | None = None
+    number: int = 0
 
 
 def group_of(comm: Any) -> Group:

@@ -257,6 +257,8 @@ def prepare(
     sorted_.check()
     if peer is not None and settings.loss == "sum":
         raise UsageError(f"{peer} takes the mean of gradients", why="loss='sum' asks for their sum", do="leave one out")
+    if chosen.sync.open_ended:
+        _check_rounds(chosen.sync.name, sorted_, settings)
     meta.check(sorted_.models, weights=settings.weights is not None)
     here = session.open_session(env, settings)
     here.process.check_not_forked()
@@ -329,6 +331,28 @@ def _method(given: AnyMethod, knobs: dict[str, Any], env: Environment) -> tuple[
         raise _unknown(wrong, error) from None
 
 
+def _check_rounds(name: str, objects: Objects, settings: Settings) -> None:
+    """Refuse what cannot be where each worker takes as many micro-batches to a step as it has time for."""
+    if settings.accumulate > 1:
+        raise UsageError(
+            f"accumulate={settings.accumulate} beside {name}",
+            why=f"under {name} a step has as many micro-batches as a worker has time for",
+            do="leave accumulate out; micro= is the size of a micro-batch and deadline_ms= the time",
+        )
+    if settings.weight is not None:
+        raise UsageError(
+            f"weight= beside {name}",
+            why="it asks all workers about every batch, and they take different numbers of micro-batches",
+            do="leave weight= out, or use a method whose workers take a share of every batch",
+        )
+    if len(objects.optimizers) > 1:
+        raise UsageError(
+            f"{len(objects.optimizers)} optimizers under {name}",
+            why="the rounds of each would end at other micro-batches, and workers would wait for each other for ever",
+            do="put all parameters into one optimizer, as parameter groups",
+        )
+
+
 def _unknown(name: str, error: MethodError) -> MethodError:
     """A name that is neither an argument of `prepare` nor a knob of the method: the nearest of both is named."""
     meant = nearest(name, _OWN)
@@ -375,7 +399,7 @@ def _loader(here: Session, source: Any, method: Method, settings: Settings, engi
         for engine in engines:
             engine.loop_ended(number)
 
-    return Loader(
+    loader: Loader[Any] = Loader(
         source,
         group=here.group,
         balance=method.balance,
@@ -387,7 +411,16 @@ def _loader(here: Session, source: Any, method: Method, settings: Settings, engi
         on_end=loop_ended,
         gate=here.gate,
         meet=here.meet if method.sync.is_async else None,
+        micro_batch=method.sync.micro_batch if method.sync.open_ended else None,
     )
+
+    def round_ended(of: int | None, handed: list[int]) -> None:
+        if of == number:
+            loader.round_ended(handed)
+
+    for engine in engines:
+        engine.on_round(round_ended)
+    return loader
 
 
 def _peer(peer: str, objects: Objects, here: Session) -> dict[int, Any]:

@@ -55,7 +55,7 @@ class Worker:
 
 
 class _Share:
-    last, indices = False, None
+    last, indices, number = False, None, 0
 
     def __init__(self, weight, total):
         self.weight, self.total = weight, total

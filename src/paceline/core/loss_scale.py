@@ -59,7 +59,7 @@ def needs_scaler(engine: Engine) -> str:
     if engine.idle:
         return ""
     if engine.window.accumulate > 1:
-        return "accumulate"
+        return "a step of several micro-batches"
     alone = not engine.method.sync.due(engine.ex.step)
     return "this method" if engine.ex.keeps or alone else ""
 

@@ -34,6 +34,8 @@ class BatchInHand(Protocol):
     def total(self) -> float: ...
     @property
     def last(self) -> bool: ...
+    @property
+    def number(self) -> int: ...
 
 
 class Window:
@@ -140,6 +142,10 @@ class Window:
         if self._at_scale or not self._totals or self.summed:
             return 1.0
         return self._totals[0] / sum(self._totals)
+
+    def passed(self) -> None:
+        """The user has called step() in the middle of the window."""
+        self.micro += 1
 
     def close(self) -> None:
         """The sum has been brought to scale: what a further backward of this batch adds must be at scale too."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -20,7 +20,8 @@ from torch.utils.data import RandomSampler, Sampler
 from paceline.comm.group import Group
 from paceline.comm.protocol import Comm
 from paceline.core.parts import Balance
-from paceline.data.sources import DealtBatch, DealtBatches, Habit, chosen
+from paceline.data.dealing import MicroBatch, dealt_out
+from paceline.data.sources import BatchSource, DealtBatch, DealtBatches, Habit, chosen
 from paceline.errors import DataError, PeerError, UsageError, nearest
 from paceline.telemetry.recorder import Recorder
 
@@ -43,6 +44,7 @@ class Batch:
     total: float  # the sum over all workers
     last: bool  # the last batch of the epoch, as far as known beforehand (False for streams)
     indices: list[int] | None  # this worker's samples, including a borrowed one; None for streams
+    number: int = 0  # where micro-batches are dealt out: how many this worker has been handed in this epoch
 
 
 class Loader(_LoaderBase[T]):
@@ -66,6 +68,7 @@ class Loader(_LoaderBase[T]):
         on_end: Callable[[], None] | None = None,
         gate: Callable[[], bool] | None = None,
         meet: Callable[[], None] | None = None,
+        micro_batch: MicroBatch | None = None,
     ) -> None:
         if batch not in ("global", "per_worker"):
             raise UsageError(f"batch={batch!r} is not a choice", do=nearest(str(batch), ("global", "per_worker")))
@@ -77,7 +80,11 @@ class Loader(_LoaderBase[T]):
         self.current: Batch | None = None  # the batch handed out last
         self.epoch = 0
         seed %= 2**63
-        self._from = chosen(source, group, balance, batch, seed)
+        self._from: BatchSource
+        if micro_batch is None:
+            self._from = chosen(source, group, balance, batch, seed)
+        else:
+            self._from = dealt_out(source, group, balance, batch, seed, micro_batch)
         self._handed = 0  # batches handed out in this epoch
         self._begun = False  # an iterator of this loader has begun this epoch
         self._allowed = False  # the gate has let the next batch through
@@ -141,6 +148,10 @@ class Loader(_LoaderBase[T]):
         if count is None:
             raise TypeError(f"{type(self.source).__name__} does not say how many batches it has")
         return count
+
+    def round_ended(self, handed: Sequence[int]) -> None:
+        """Where micro-batches are dealt out: so many has every worker been handed in this epoch."""
+        self._from.advance(handed)
 
     def describe(self) -> str:
         by = "" if self.weight is None else f", weighted by {getattr(self.weight, '__name__', 'a function')}"
@@ -276,7 +287,7 @@ class Loader(_LoaderBase[T]):
             if dealt.out:
                 return None
             assert dealt.total is not None
-            return Batch(weight, float(dealt.total), dealt.last, dealt.indices)
+            return Batch(weight, float(dealt.total), dealt.last, dealt.indices, dealt.number)
         weights = self._gathered(weight)
         if failed := [rank for rank, w in enumerate(weights) if math.isnan(w)]:
             raise DataError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -43,6 +43,7 @@ class DealtBatch(NamedTuple):
     last: bool = False
     indices: list[int] | None = None
     out: bool = False  # this worker's data has ended, and this repeats its last batch
+    number: int = 0  # of micro-batches that are dealt out: how many this worker has been handed in this epoch
 
 
 DealtBatches = Generator[DealtBatch, None, None]
@@ -73,6 +74,9 @@ class BatchSource:
 
     def settle(self, epoch: int, start: int) -> None:
         """Check, after an epoch has run from `start` to its end, that each sample was handed out exactly once."""
+
+    def advance(self, taken: Sequence[int]) -> None:
+        """Where micro-batches are dealt out: so many has every worker taken in this epoch."""
 
     def save(self, handed: int) -> dict[str, Any]:
         """What else a saved state must hold to resume after `handed` batches."""
@@ -117,7 +121,7 @@ class Indexed(BatchSource):
         self.shares = Shares(group, balance)
         self.assignment = Assignment(self.shares)
         self.generator = torch.Generator()
-        self.inner = _rebuilt(source, self.generator, batch_sampler=self.assignment)
+        self.inner = rebuilt(source, self.generator, batch_sampler=self.assignment)
         self.order: Epoch | LongEpoch | None = None  # the epoch in progress
         self.resumed = 0  # the hash of what had been handed out of an epoch that is to be drawn again
         self.ledger = Ledger()
@@ -142,8 +146,7 @@ class Indexed(BatchSource):
     def check(self) -> None:
         if self.samples == 0:
             raise DataError("the data set is empty", why="its len() is 0", do="check where it reads from")
-        if self.size is not None:
-            self.shares.check(self.size)
+        self._check_size()
         if self.drawer is None:
             if self.samples is None:
                 raise DataError(
@@ -152,6 +155,10 @@ class Indexed(BatchSource):
                     do="give the data set a __len__, or make it an IterableDataset",
                 )
             self._check_enough(self.samples)
+
+    def _check_size(self) -> None:
+        if self.size is not None:
+            self.shares.check(self.size)
 
     def _check_enough(self, samples: int) -> None:
         world_size = self.comm.world_size
@@ -274,8 +281,8 @@ class Indexed(BatchSource):
         elif handed and state.get("stretches") is True and type(state.get("seen")) is int:
             self.resumed = state["seen"]  # it is drawn again when the loop begins, after a set_epoch
         elif handed:
-            indices = _whole_numbers(state, "order")
-            sizes = _whole_numbers(state, "sizes") if self.size is None else None
+            indices = whole_numbers(state, "order")
+            sizes = whole_numbers(state, "sizes") if self.size is None else None
             if sizes is not None and (int(sizes.sum()) != len(indices) or int(sizes.min()) < 1):
                 raise DataError(
                     f"the loader's state has sizes that do not make up its order of {len(indices)} samples",
@@ -328,7 +335,7 @@ class Stream(BatchSource):
         self.shares = Shares(group, balance)
         self.generator = torch.Generator()
         keep = ShareOfStream(self.shares, source.collate_fn)
-        self.inner = _rebuilt(source, self.generator, batch_size=self.size, drop_last=source.drop_last, collate_fn=keep)
+        self.inner = rebuilt(source, self.generator, batch_size=self.size, drop_last=source.drop_last, collate_fn=keep)
 
     def facts(self) -> dict[str, Any]:
         size, drop_last = self.source.batch_size, self.source.drop_last
@@ -453,7 +460,7 @@ def _takes_all(sampler: Any, dataset: Any) -> bool:
     return type(sampler) in (RandomSampler, SequentialSampler) and sampler.data_source is dataset
 
 
-def _rebuilt(source: DataLoader[Any], generator: torch.Generator, **batching: Any) -> DataLoader[Any]:
+def rebuilt(source: DataLoader[Any], generator: torch.Generator, **batching: Any) -> DataLoader[Any]:
     """The user's DataLoader with other batches, always in order: batch k of all workers is one global batch."""
     return DataLoader(
         source.dataset,
@@ -470,7 +477,7 @@ def _rebuilt(source: DataLoader[Any], generator: torch.Generator, **batching: An
     )
 
 
-def _whole_numbers(state: Mapping[str, Any], key: str) -> Tensor:
+def whole_numbers(state: Mapping[str, Any], key: str) -> Tensor:
     value = state.get(key)
     if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.dim() != 1 or not len(value):
         raise DataError(
