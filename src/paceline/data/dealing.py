@@ -78,6 +78,7 @@ class DealtOut(Indexed):
         super().__init__(whole.source, whole.group, whole.shares.balance, whole.batch, whole.seed)
         self.ahead = self.source.num_workers * (self.source.prefetch_factor or 0)
         self.deal: Deal | None = None
+        self.given = 0  # micro-batches handed out since the loop over this epoch began
         self.inner = rebuilt(self.source, self.generator, batch_sampler=_Reader(self))
 
     @property
@@ -126,37 +127,45 @@ class DealtOut(Indexed):
         self.order = order
         left = self.deal.left() if resumed and self.deal else range(len(order))
         self.deal = Deal(left, self.group.world_size, self.ahead)
-        self.ledger = Ledger()
+        self.given, self.ledger = 0, Ledger()
         self.handed_before = folded(order.before(len(order)) - digest(_samples(order, left)))
         self.generator.manual_seed(mixed(self.seed, epoch, start, self.comm.rank))
         return self._dealt_out(order, self.deal), None
 
     def _dealt_out(self, order: Epoch, deal: Deal) -> DealtBatches:
-        batches, rank, given = iter(self.inner), self.group.rank, 0
+        batches, mine = iter(self.inner), deal.lists[self.group.rank]
         dealt = DealtBatch(None, 0, self.asked_for, last=True)
         while True:
-            if given < len(deal.lists[rank]):
-                number = deal.lists[rank][given]
-                try:
-                    data = next(batches)
-                except StopIteration:
-                    raise _ended(given) from None
-                given += 1
-                indices = order.batch(number)
-                self.ledger.add(indices)
-                last = given == len(deal.lists[rank])
-                dealt = DealtBatch(data, len(indices), self.asked_for, last, indices.tolist(), number=given)
+            if self.given < len(mine):
+                dealt = self._read(batches, order.batch(mine[self.given]), last=self.given + 1 == len(mine))
                 yield dealt
                 continue
-            if deal.taken[rank] < given:  # no round has ended since: this loop is an evaluation
-                taken = self.comm.all_gather(torch.tensor([given])).wait().flatten().tolist()
-                deal.advance(taken)
+            if self.in_step:  # no round has ended since the last one: this loop is an evaluation
+                taken = self.comm.all_gather(torch.tensor([self.given])).wait()
+                deal.advance(taken.flatten().tolist())
             if not any(map(deal.rest, range(self.group.world_size))):
                 break
-            if given == len(deal.lists[rank]):
+            if self.given == len(mine):
                 dealt = dealt._replace(samples=0, last=True)
                 yield dealt
         yield DealtBatch(None, 0, out=True)
+
+    def _read(self, batches: Iterator[Any], indices: Tensor, *, last: bool) -> DealtBatch:
+        try:
+            data = next(batches)
+        except StopIteration:
+            raise DataError(
+                f"the data set ended after {self.given} micro-batches",
+                why="its __getitem__ raised StopIteration, which the other workers cannot see",
+                do="raise IndexError for an index that does not exist, and let __len__ tell the truth",
+            ) from None
+        self.given += 1
+        self.ledger.add(indices)
+        return DealtBatch(data, len(indices), self.asked_for, last, indices.tolist(), number=self.given)
+
+    @property
+    def in_step(self) -> bool:
+        return self.deal is not None and self.given > self.deal.taken[self.group.rank]
 
     def advance(self, taken: Sequence[int]) -> None:
         if self.deal is not None:
@@ -252,14 +261,6 @@ def _samples(order: Epoch, numbers: Sequence[int]) -> Tensor:
     if isinstance(numbers, range):
         return order.indices
     return torch.cat([order.batch(k) for k in numbers]) if numbers else order.indices[:0]
-
-
-def _ended(given: int) -> DataError:
-    return DataError(
-        f"the data set ended within {given} micro-batches",
-        why="its __getitem__ raised StopIteration, which the other workers cannot see",
-        do="raise IndexError for an index that does not exist, and let __len__ tell the truth",
-    )
 
 
 def _runs(numbers: Sequence[int]) -> list[int]:

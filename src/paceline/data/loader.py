@@ -149,6 +149,11 @@ class Loader(_LoaderBase[T]):
             raise TypeError(f"{type(self.source).__name__} does not say how many batches it has")
         return count
 
+    @property
+    def in_step(self) -> bool:
+        """Will other micro-batches of the step follow the one handed out? Under any method that deals out such."""
+        return self._from.in_step
+
     def round_ended(self, handed: Sequence[int]) -> None:
         """Where micro-batches are dealt out: so many has every worker been handed in this epoch."""
         self._from.advance(handed)
@@ -199,7 +204,8 @@ class Loader(_LoaderBase[T]):
             )
         try:
             while count is None or self._handed < count:
-                if not self._may_go_on():
+                goes_on = self.in_step
+                if not goes_on and not self._may_go_on():
                     return
                 began = time.perf_counter()
                 dealt, weight = self._next(self._dealt)
@@ -212,10 +218,12 @@ class Loader(_LoaderBase[T]):
                 self.current = batch
                 if self.on_batch is not None:
                     self.on_batch(batch)
-                self.recorder.start_lap(dealt.samples or 0, data_s)
+                lap = self.recorder.go_on if goes_on else self.recorder.start_lap
+                lap(dealt.samples or 0, data_s)
                 yield dealt.data
                 self._newest(turn)
-                self.recorder.end_lap()
+                if not self.in_step:
+                    self.recorder.end_lap()
         finally:
             if turn == self._turn:
                 self._leave()

@@ -75,6 +75,11 @@ class BatchSource:
     def settle(self, epoch: int, start: int) -> None:
         """Check, after an epoch has run from `start` to its end, that each sample was handed out exactly once."""
 
+    @property
+    def in_step(self) -> bool:
+        """Where micro-batches are dealt out: do others of the step follow the one handed out?"""
+        return False
+
     def advance(self, taken: Sequence[int]) -> None:
         """Where micro-batches are dealt out: so many has every worker taken in this epoch."""
 

@@ -56,6 +56,16 @@ def _check_simplex(p: Tensor, what: str) -> None:
         raise MethodError(f"{what} and sums to {1 + off:g} or {1 - off:g}, not to one", do=do)
 
 
+def refuse(optimizer: Optimizer, name: str) -> None:
+    """Refuse entropic groups where parameters are sharded."""
+    if any(group.get("mirror") == "entropic" for group in optimizer.param_groups):
+        raise MethodError(
+            f"{name}: a parameter group is entropic, and its parameters are sharded",
+            why="a distribution is brought to the simplex as a whole, and this worker steps a shard of it",
+            do="use the layout replicated",
+        )
+
+
 def apply(step: Callable[[], Any], optimizer: Optimizer) -> Any:
     """Make the optimizer's step, and give entropic parameters theirs in its place.
 

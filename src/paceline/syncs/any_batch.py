@@ -40,6 +40,9 @@ class AnyBatch(Sync):
     paper: ClassVar[str] = "Ferdinand et al., Anytime Minibatch, ICLR 2019; Eshraghi & Liang, DABMD, ICML 2020"
     formula: ClassVar[str] = "as the reducer, and 32·(W−1), once a round"
     gives: ClassVar[frozenset[Fact]] = frozenset({Fact.REPLICAS_AGREE, Fact.GRADIENTS_AGREE})
+    refuses: ClassVar[dict[Fact, str]] = {
+        Fact.GATHERS_IN_FORWARD: "workers run forward at different times and in different numbers; use zero2"
+    }
     open_ended: ClassVar[bool] = True
     limit: ClassVar[dict[str, Any]] = {"deadline_ms": ONE_MICRO_BATCH}
 
@@ -100,4 +103,6 @@ class AnyBatch(Sync):
         await ex.keep(b)
 
     def apply(self, step: Callable[[], Any], ex: Exchange) -> Any:
+        if Fact.WHOLE_PARAMETERS not in ex.facts:
+            _mirror.refuse(ex.optimizer, self.name)
         return _mirror.apply(step, ex.optimizer)
