@@ -180,6 +180,12 @@ def test_the_gossip_form_goes_by_its_formula(graph, r, world_size):
     close(torch.stack(trained(workers)), formula(history, 71, graph=graph, r=r, momentum=0.9), tol=1e-11)
 
 
+def test_the_averages_of_a_round_go_on_through_the_graph():
+    """Three turns of the graph, two averages a round: the second round begins with the third."""
+    workers = job(6, AnyBatchGossip(micro=2, rounds=2, **DEADLINE), n=150, batch=48, paces=[*PACES, 1.0, 1.5])
+    close(torch.stack(trained(workers)), formula(rounds(workers), 150, graph="exponential", r=2), tol=1e-11)
+
+
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_workers_come_closer_with_every_average(graph):
     """And the mean of all weights does not depend on how often they average, at the first step."""
@@ -464,6 +470,17 @@ def test_the_entropic_map_is_the_exponentiated_gradient(sync, knobs, world_size)
     assert (p - 0.2).abs().max() > 0.01
     for worker in workers:
         torch.testing.assert_close(worker.rig.model.p.sum(-1), torch.ones(3).double())
+
+
+def test_a_step_that_is_left_out_leaves_the_simplex_alone():
+    model = mixture()
+    opt = mirrored(model)
+    model(torch.ones(2, 6).double()).square().sum().backward()
+    before = model.p.detach().clone()
+    _mirror.apply(lambda: None, opt)
+    assert torch.equal(model.p, before)
+    _mirror.apply(opt.step, opt)
+    assert not torch.equal(model.p, before)
 
 
 @pytest.mark.parametrize(

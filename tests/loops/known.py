@@ -11,6 +11,7 @@ _RAISED = "parts of a backward that raised reach the next step"
 _WRITTEN = "consensus() does not know what the user wrote into the weights after the last step"
 _SHARED = "one Method object in two calls of prepare: the engines share its parts"
 _LAST_BATCH = "the batch handed out last decides the weight of the one whose backward comes first"
+_NOT_FINISHED = "a micro-batch that has no backward counts nothing: a round goes by what was finished"
 _UNLIKE = "replicas that differ from outside are not noticed"
 _MEMORY = "outside of a forward a parameter is memory that was never written: reads are wrong, writes a raw error"
 
@@ -43,6 +44,7 @@ KNOWN: dict[tuple[str, str], str] = {
     **_all("weights_* lookahead_around wgan_clipped state_dict_loaded*", "*local_sgd* diloco slowmo", _WRITTEN),
     **_all("two_prepares gan_two_prepares loss_over_two_prepares", "*", _SHARED),
     **_all("fetched_ahead_uneven two_loaders_zipped_uneven validated_uneven", "*", _LAST_BATCH),
+    **_all("forward_raises_on_one", "any_batch*", _NOT_FINISHED),
     **_all("weights_reset_differently state_dict_loaded_on_one", "*", _UNLIKE),
     **_all("rate_differs plateau_on_own", "*", "learning rates that differ between the workers are not noticed"),
     **_all(_READS_WEIGHTS, "zero3*", _MEMORY),

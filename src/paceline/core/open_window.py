@@ -91,8 +91,11 @@ class OpenWindow(Window):
 
     def ends(self) -> bool:
         """A micro-batch is finished: does the round end with it? Asked once of each; True the first time only."""
-        if self._asked or self._closing or self.no_sync or self._began is None:
+        if self._asked or self._closing or self.no_sync:
             return False
+        if self._began is None:  # a second step() by the same gradients, on all workers alike
+            self._closing = True
+            return True
         now = self.clock()
         last, self._looked, self._seconds = now - self._looked, now, now - self._began
         self._asked = True

@@ -48,6 +48,8 @@ class Deal:
 
     def advance(self, taken: Sequence[int]) -> None:
         """So many has each worker taken by now."""
+        if list(taken) == self.taken:
+            return
         for rank, (now, before) in enumerate(zip(taken, self.taken, strict=True)):
             self._pace[rank] = (self._pace[rank] + now - before) / 2 if before else float(now - before)
         self.taken = list(taken)
