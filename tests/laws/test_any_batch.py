@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from dataclasses import dataclass, field
 
 import pytest
@@ -30,7 +32,6 @@ from paceline.syncs import _mirror
 from paceline.syncs.any_batch import AnyBatch
 from paceline.syncs.any_batch_gossip import AnyBatchGossip
 from paceline.syncs.gossip import mixing
-from processes import run, values
 from rig import Rig, built, close, data, mlp, same, weights
 
 LR = 0.1
@@ -604,42 +605,71 @@ def test_a_grad_scaler_changes_nothing(sync):
 # ---------------------------------------------------------------------------------------------------- processes
 
 
-def really_slow(rank, slowness):
-    import time
+REALLY_SLOW = """
+import json, sys, time
+from pathlib import Path
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+import paceline
 
-    import paceline
-
-    torch.manual_seed(0)
-    model = mlp()
-    opt = torch.optim.SGD(model.parameters(), lr=LR)
-    x, y = (torch.cat(part) for part in zip(*data(60), strict=True))
-    loader = DataLoader(TensorDataset(x, y), batch_size=96, shuffle=True)
-    model, opt, loader = paceline.prepare(model, opt, loader, method="any_batch", micro=4, timeout=30)
-    scheduler = torch.optim.lr_scheduler.StepLR(opt, 3, 0.9)
-    counts, steps = [], 0
-    for _ in range(2):
-        counts.append(0)
-        for x, y in loader:
-            time.sleep(slowness[rank])
-            counts[-1] += len(y) if loader.current.weight else 0
-            cross_entropy(model(x), y).backward()
-            made = paceline.will_step(opt)
-            opt.step()
-            opt.zero_grad()
-            if made:
-                scheduler.step()
-                steps += 1
-    return counts, steps, weights(model), opt.param_groups[0]["lr"]
+torch.set_num_threads(1)
+g = torch.Generator().manual_seed(0)
+x, y = torch.randn(720, 6, generator=g), torch.randint(0, 3, (720,), generator=g)
+model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+loader = DataLoader(TensorDataset(x, y), batch_size=96, shuffle=True)
+model, optimizer, loader = paceline.prepare(model, optimizer, loader, timeout=60)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+folder, rank, steps = Path(sys.argv[1]), paceline.rank(), 0
 
 
-def test_a_really_slow_worker_takes_less():
-    results = values(run(2, really_slow, [0.004, 0.02]))
+def epoch(save_at=None):
+    global steps
+    mine, saved = [], None
+    for x, y in loader:
+        time.sleep([0.004, 0.02][rank])
+        mine += loader.current.indices if loader.current.weight else []
+        cross_entropy(model(x), y).backward()
+        last = paceline.will_step(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        if last:
+            steps += 1
+            scheduler.step()
+        if last and steps == save_at:
+            saved = list(mine)
+            paceline.save(folder / "checkpoints", model, optimizer, extra={"loader": loader.state_dict()})
+    return mine, saved
+
+
+first, before = epoch(save_at=5)
+second, _ = epoch()
+weights = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+rate, made = optimizer.param_groups[0]["lr"], steps
+loader.load_state_dict(paceline.load(folder / "checkpoints", model, optimizer)["loader"])
+after, _ = epoch()
+said = [first, second, before, after, weights, rate, made]
+(folder / f"{rank}.json").write_text(json.dumps(said))
+"""
+
+
+def test_a_really_slow_worker_takes_less_and_an_epoch_can_be_resumed(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(REALLY_SLOW)
+    command = ["run", "--workers", "2", "--method", "any_batch", "--set", "micro=4", str(script), str(tmp_path)]
+    run = subprocess.run(
+        [sys.executable, "-m", "paceline.tools.cli.main", *command], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    fast, slow = results
     for epoch in range(2):
-        assert sum(counts[epoch] for counts, *_ in results) == 720
-    assert results[0][0][1] > results[1][0][1]
-    assert results[0][1] == results[1][1]
-    assert torch.equal(results[0][2], results[1][2])
-    assert results[0][3] == results[1][3] < LR
+        assert sorted(fast[epoch] + slow[epoch]) == list(range(720))
+    assert len(fast[1]) > 1.3 * len(slow[1])
+    assert sorted(one for first, second, before, after, *_ in results for one in before + after) == list(range(720))
+    assert fast[4:] == slow[4:]
+    assert fast[5] < 0.1
 
 
 def refused(rank, **how):

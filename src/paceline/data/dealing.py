@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.comm.group import Group
 from paceline.core.parts import Balance
-from paceline.data.sampling import Drawn, Epoch, Ledger, digest, folded, mixed
+from paceline.data.sampling import Drawn, Epoch, Ledger, digest, folded, mark, mixed
 from paceline.data.sources import DealtBatch, DealtBatches, Habit, Indexed, chosen, rebuilt, whole_numbers
 from paceline.errors import DataError, UsageError
 
@@ -179,7 +179,7 @@ class DealtOut(Indexed):
         left = self.deal.left()
         # The same on every worker: all micro-batches that were taken, whoever took them.
         state = {"batches": len(self.order) - len(left), "left": _runs(left)}
-        state["seen"] = int(self.order.before(len(self.order))[1])
+        state["seen"] = mark(self.order.before(len(self.order)))
         return state | ({"order": self.order.indices} if self.drawer is not None else {})
 
     def load(self, state: Mapping[str, Any], epoch: int, handed: int) -> None:
@@ -189,7 +189,7 @@ class DealtOut(Indexed):
         drawn = None if self.drawer is None else Drawn(whole_numbers(state, "order"), None, ended=True)
         order = self._ordered(epoch) if drawn is None else self._cut(drawn)
         assert isinstance(order, Epoch)
-        if state.get("seen") != int(order.before(len(order))[1]):
+        if state.get("seen") != mark(order.before(len(order))):
             raise DataError(
                 f"the loader's state has seen={state.get('seen')!r}, and this run's epoch {epoch} has another order",
                 why="its epoch was begun in another order: samples would repeat or be left out",

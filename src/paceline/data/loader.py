@@ -21,6 +21,7 @@ from paceline.comm.group import Group
 from paceline.comm.protocol import Comm
 from paceline.core.parts import Balance
 from paceline.data.dealing import MicroBatch, dealt_out
+from paceline.data.sampling import SAVED
 from paceline.data.sources import BatchSource, DealtBatch, DealtBatches, Habit, chosen
 from paceline.errors import DataError, PeerError, UsageError, nearest
 from paceline.telemetry.recorder import Recorder
@@ -79,7 +80,7 @@ class Loader(_LoaderBase[T]):
         self.meet = meet  # brings asynchronous workers to a common stop; None where workers step together
         self.current: Batch | None = None  # the batch handed out last
         self.epoch = 0
-        seed %= 2**63
+        seed %= SAVED
         self._from: BatchSource
         if micro_batch is None:
             self._from = chosen(source, group, balance, batch, seed)
@@ -103,7 +104,7 @@ class Loader(_LoaderBase[T]):
             facts = {**self._from.facts(), "seed": seed, "weighted": weight is not None, "generator": bool(generator)}
             self.comm.agree("data", "\n".join(f"{key} {value}" for key, value in facts.items()))
         if generator is not None:
-            own = torch.tensor([generator.initial_seed() % 2**63])
+            own = torch.tensor([generator.initial_seed() % SAVED])
             self._from.seed = int(self.comm.broadcast(own).wait())
         self._from.check()
         self._listen_for_epochs()

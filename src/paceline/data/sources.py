@@ -26,6 +26,7 @@ from paceline.data.sampling import (
     Shares,
     folded,
     length,
+    mark,
     mixed,
 )
 from paceline.errors import DataError, UsageError
@@ -230,7 +231,7 @@ class Indexed(BatchSource):
             k = min(start, order.drawn)
         if k < start:
             raise DataError(f"the loader's state has batches={start}, the epoch has {order.drawn}")
-        if start and order.reach(start) and int(order.before(start)[1]) != self.resumed and self.comm.rank == 0:
+        if start and order.reach(start) and mark(order.before(start)) != self.resumed and self.comm.rank == 0:
             print(
                 f"paceline: {type(self.drawer).__name__} does not draw the same order again: the rest of this epoch is "
                 "another one",
@@ -270,7 +271,7 @@ class Indexed(BatchSource):
     def save(self, handed: int) -> dict[str, Any]:
         if not handed or self.order is None:
             return {}
-        state: dict[str, Any] = {"seen": int(self.order.before(handed)[1])}
+        state: dict[str, Any] = {"seen": mark(self.order.before(handed))}
         if isinstance(self.order, LongEpoch):
             state["stretches"] = True
         elif self.drawer is not None:
@@ -297,7 +298,7 @@ class Indexed(BatchSource):
         if order is not None:
             if not order.reach(handed - 1):
                 raise DataError(f"the loader's state has batches={handed}, the epoch has {order.drawn}")
-            seen = int(order.before(handed)[1])
+            seen = mark(order.before(handed))
             if state.get("seen") != seen:
                 raise DataError(
                     f"the loader's state has seen={state.get('seen')!r}, this run would have {seen} by then",
