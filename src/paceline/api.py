@@ -345,6 +345,12 @@ def _check_rounds(name: str, objects: Objects, settings: Settings) -> None:
             why="it asks all workers about every batch, and they take different numbers of micro-batches",
             do="leave weight= out, or use a method whose workers take a share of every batch",
         )
+    if settings.tuned is not None:
+        raise UsageError(
+            f"tuned={str(settings.tuned)!r} beside {name}",
+            why="sizes are compared by the time of a step, and here a step takes the time it is given",
+            do="give bucket_mb= yourself",
+        )
     if len(objects.optimizers) > 1:
         raise UsageError(
             f"{len(objects.optimizers)} optimizers under {name}",

@@ -683,7 +683,12 @@ def refused(rank, **how):
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [({"accumulate": 2}, "accumulate=2"), ({"optimizers": 2}, "2 optimizers"), ({"weight": len}, "weight=")],
+    [
+        ({"accumulate": 2}, "accumulate=2"),
+        ({"optimizers": 2}, "2 optimizers"),
+        ({"weight": len}, "weight="),
+        ({"tuned": "x"}, "tuned="),
+    ],
 )
 def test_what_rounds_cannot_have_is_refused_before_anyone_is_met(how, said):
     with pytest.raises(UsageError, match=said):

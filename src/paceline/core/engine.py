@@ -154,7 +154,7 @@ class Engine:
     def _window(self) -> Window:
         sync, summed = self.method.sync, self.options.summed
         if sync.open_ended:
-            closes = lambda elapsed, last: self.method.sync.closes(elapsed, last)  # noqa: E731  # the method may change
+            closes = lambda elapsed, usual: self.method.sync.closes(elapsed, usual)  # noqa: E731  # the method may change
             return OpenWindow(self.group, closes, self.options.clock, summed=summed)
         return Window(self.group, self.options.accumulate, summed=summed)
 

@@ -37,14 +37,13 @@ class OpenWindow(Window):
     def __init__(
         self, group: Group, closes: Callable[[float, float], bool], clock: Callable[[], float], *, summed: bool = False
     ) -> None:
-        """closes: told the seconds since the round began, and those of the last micro-batch."""
+        """closes: told the seconds since the round began, and those of a micro-batch in it."""
         super().__init__(group, sys.maxsize, summed=summed)
         self.closes, self.clock = closes, clock
         self.learnt = 0.0  # the samples of all workers in this round, once they are known
         self._samples, self._batches = 0.0, 0
         self._began: float | None = None
-        self._looked = 0.0  # when the clock was looked at last
-        self._seconds = 0.0
+        self._seconds, self._looks = 0.0, 0  # since the round began; micro-batches finished in them
         self._closing = False
         self._asked = False  # about the micro-batch in hand
 
@@ -96,11 +95,10 @@ class OpenWindow(Window):
         if self._began is None:  # a second step() by the same gradients, on all workers alike
             self._closing = True
             return True
-        now = self.clock()
-        last, self._looked, self._seconds = now - self._looked, now, now - self._began
+        self._seconds, self._looks = self.clock() - self._began, self._looks + 1
         self._asked = True
         out_of_data = any(batch.last for batch in self._counting().values())
-        self._closing = out_of_data or self.closes(self._seconds, last)
+        self._closing = out_of_data or self.closes(self._seconds, self._seconds / self._looks)
         return self._closing
 
     def finished(self) -> Finished:
@@ -122,13 +120,13 @@ class OpenWindow(Window):
 
     def over(self) -> None:
         super().over()
-        self._samples, self._batches, self.learnt = 0.0, 0, 0.0
+        self._samples, self._batches, self.learnt, self._looks = 0.0, 0, 0.0, 0
         self._closing = self._asked = False
         self._began = None
 
     def _begin(self) -> None:
         if self._began is None:
-            self._began = self._looked = self.clock()
+            self._began = self.clock()
 
     def _weight(self) -> float:
         return self.batch.weight if self.batch else 1.0

@@ -103,9 +103,9 @@ class Sync(Part):
         """Where it is open-ended: the samples of a micro-batch, where the user's batch has so many."""
         raise NotImplementedError
 
-    def closes(self, elapsed: float, last: float) -> bool:
-        """Where it is open-ended: does this worker's round end now, after so many seconds? last: those of the last
-        micro-batch. Each worker decides by itself.
+    def closes(self, elapsed: float, usual: float) -> bool:
+        """Where it is open-ended: does this worker's round end now, after so many seconds? usual: those of one of its
+        micro-batches. Each worker decides by itself.
         """
         raise NotImplementedError
 

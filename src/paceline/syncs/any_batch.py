@@ -30,7 +30,7 @@ class AnyBatch(Sync):
     """Anytime Minibatch: until the deadline T worker i takes micro-batches, b_i samples, then all make one step.
 
     g = Σ_i Σ_s ∇f(x, s) / Σ_i b_i, exactly, however different the b_i are; x ← the mirror step by g. A worker begins no
-    micro-batch that would end after T if it took as long as the last one, and finishes at least one in a round.
+    micro-batch that would end after T if it took as long as the others of its round, and finishes at least one.
 
     deadline_ms=0: T follows from what all have measured, T ← (T + batch_size / Σ_i (b_i / s_i)) / 2 with s_i the
     seconds of worker i's round, so that a round has about batch_size samples, whoever is fast.
@@ -68,8 +68,8 @@ class AnyBatch(Sync):
         """T in seconds. Nothing is known at first: then a round is one micro-batch."""
         return self.deadline_ms / 1e3 or float(self.state.get("deadline", 0.0))
 
-    def closes(self, elapsed: float, last: float) -> bool:
-        return elapsed + last > self.deadline
+    def closes(self, elapsed: float, usual: float) -> bool:
+        return elapsed + usual > self.deadline
 
     def learn(self, everyone: Sequence[Finished], asked_for: float, ex: Exchange) -> None:
         ex.recorder.log({"deadline_ms": self.deadline * 1e3, "round_samples": sum(one.samples for one in everyone)})
