@@ -30,8 +30,9 @@ def variants(cls: type) -> list[dict[str, Any]]:
 
 
 def brisk(cls: type) -> dict[str, Any]:
-    """Knobs at which something happens within a few steps."""
-    return {name: 3 for name in ("every", "warmup", "window") if name in kinds(cls)}
+    """Knobs at which something happens within a few steps, and which no clock decides."""
+    found: dict[str, Any] = {name: 3 for name in ("every", "warmup", "window") if name in kinds(cls)}
+    return found | ({"deadline_ms": 1e-3} if "deadline_ms" in kinds(cls) else {})
 
 
 def parts(axis: str) -> list[tuple[str, dict[str, Any]]]:

@@ -36,6 +36,7 @@ class Share:
     last: bool = False
     indices: list[int] | None = None
     left: int = 0
+    number: int = 0
 
 
 def group_of(comm: Any) -> Group:

@@ -291,6 +291,8 @@ def prepare(
     micro_batches.check(settings, sorted_, chosen, peer)
     if peer is not None and settings.loss == "sum":
         raise UsageError(f"{peer} takes the mean of gradients", why="loss='sum' asks for their sum", do="leave one out")
+    if chosen.sync.open_ended:
+        _check_rounds(chosen.sync.name, sorted_, settings)
     meta.check(sorted_.models, weights=settings.weights is not None)
     if peer is None:
         assemble.check(sorted_, chosen, settings, world_size=env.world_size if settings.group is None else None)
@@ -369,6 +371,46 @@ def _method(given: AnyMethod, knobs: dict[str, Any], env: Environment) -> tuple[
         raise _unknown(wrong, error) from None
 
 
+def _check_rounds(name: str, objects: Objects, settings: Settings) -> None:
+    """Refuse what cannot be where each worker takes as many micro-batches to a step as it has time for."""
+    if settings.accumulate > 1:
+        raise UsageError(
+            f"accumulate={settings.accumulate} beside {name}",
+            why=f"under {name} a step has as many micro-batches as a worker has time for",
+            do="leave accumulate out; micro= is the size of a micro-batch and deadline_ms= the time",
+        )
+    if settings.micro_batch is not None:
+        raise UsageError(
+            f"micro_batch={settings.micro_batch!r} beside {name}",
+            why=f"under {name} workers take micro-batches already",
+            do="leave micro_batch out; micro= is the size of a micro-batch",
+        )
+    if settings.advice:
+        raise UsageError(
+            f"advice={settings.advice} beside {name}",
+            why="the noise of gradients is measured between equal steps, and here each has another number of samples",
+            do="ask for advice in a run of every_step",
+        )
+    if settings.weight is not None:
+        raise UsageError(
+            f"weight= beside {name}",
+            why="it asks all workers about every batch, and they take different numbers of micro-batches",
+            do="leave weight= out, or use a method whose workers take a share of every batch",
+        )
+    if settings.tuned is not None:
+        raise UsageError(
+            f"tuned={str(settings.tuned)!r} beside {name}",
+            why="sizes are compared by the time of a step, and here a step takes the time it is given",
+            do="give bucket_mb= yourself",
+        )
+    if len(objects.optimizers) > 1:
+        raise UsageError(
+            f"{len(objects.optimizers)} optimizers under {name}",
+            why="the rounds of each would end at other micro-batches, and workers would wait for each other for ever",
+            do="put all parameters into one optimizer, as parameter groups",
+        )
+
+
 def _unknown(name: str, error: MethodError) -> MethodError:
     """A name that is neither an argument of `prepare` nor a knob of the method: the nearest of both is named."""
     meant = nearest(name, _OWN)
@@ -422,7 +464,7 @@ def _loader(
         for engine in engines:
             engine.loop_ended(number)
 
-    return Loader(
+    loader: Loader[Any] = Loader(
         source,
         group=here.group,
         balance=method.balance,
@@ -437,7 +479,16 @@ def _loader(
         clock=clock_of(here.rendezvous.device),
         size=size,
         redeals=micro_batches.redeals(here, engines, size, settings),
+        rule=method.sync.micro_batch if method.sync.open_ended else None,
     )
+
+    def round_ended(of: int | None, handed: list[int]) -> None:
+        if of == number:
+            loader.round_ended(handed)
+
+    for engine in engines:
+        engine.on_round(round_ended)
+    return loader
 
 
 def _peer(peer: str, objects: Objects, here: Session) -> dict[int, Any]:
@@ -599,8 +650,8 @@ def no_sync(optimizer: Optimizer) -> AbstractContextManager[None]:
 def will_step(optimizer: Optimizer) -> bool:
     """Will the next optimizer.step() really step? For LR schedulers and logging.
 
-    With accumulate=N, micro_batch= and a balance that changes the batch it does in the last iteration of several, and after a backward that did not fit
-    into some worker's memory it does not: the same on all workers whose methods step together.
+    With accumulate=N, micro_batch= and a balance that changes the batch it does in the last iteration of several. After
+    a backward that did not fit into some worker's memory it does not. It is the same on all workers whose methods step together.
     """
     return _engine(optimizer, "will_step").will_step
 

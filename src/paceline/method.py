@@ -60,6 +60,12 @@ class Method:
                 why="its workers keep their own pace: there is no batch before which all could change their shares",
                 do="use a sync whose workers step together, as every_step; or leave shares equal",
             )
+        if self.sync.open_ended and (self.balance.measures_speed() or self.balance.adapts):
+            raise MethodError(
+                f"{self.balance.name} does not go together with {self.sync.name}",
+                why="both decide how many samples a worker computes in a step",
+                do="use one of them: the other axis plain",
+            )
         job = dict.fromkeys(facts or (), "the job")
         for axis, whole in self.axes().items():
             others = [top for other, top in self.axes().items() if other != axis]

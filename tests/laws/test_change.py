@@ -56,7 +56,7 @@ class Worker:
 
 
 class _Share:
-    last, indices, left = False, None, 0
+    last, indices, left, number = False, None, 0, 0
 
     def __init__(self, weight, total):
         self.weight, self.total = weight, total

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 KNOWN: dict[tuple[str, str], str] = {
     ("batch_norm", "measured"): "each worker normalizes by its own samples, and shares are no halves",
     ("scaler_overflow_on_one", "gossip*"): "each worker's loss scale is its own; gradients are right by any of them",
+    ("forward_raises_on_one", "any_batch*"): "a micro-batch without a backward counts nothing in a round",
 }
 
 

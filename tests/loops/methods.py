@@ -34,6 +34,7 @@ DENSE: dict[str, tuple[dict[str, Any], float]] = {  # knobs of reducers, and the
     "nuqsgd": ({"bits": 8, "d": 32}, ANY),
     "sign": ({"d": 32}, ANY),
 }
+EVEN = 4  # samples of a batch of job.py's for each of two workers
 WITHOUT_LIMIT = {"onebit_adam": {"warmup": 1000}, "qadam": {"warmup": 1000}}  # a warm-up that never ends is exact
 
 
@@ -112,6 +113,8 @@ def _combined(spec: str, knobs: dict[str, Any] | None = None, tolerance: float =
 def _sync(name: str) -> Column:
     cls: Any = registry.find(name)
     knobs = cls.limit if cls.limit is not None else WITHOUT_LIMIT.get(name)
+    if cls.open_ended:
+        knobs = {**(knobs or {}), "micro": EVEN}  # a round is then a batch
     return _column(
         name,
         lambda: Method(**cls(**(knobs or {})).recipe()),

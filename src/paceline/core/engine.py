@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -50,6 +51,7 @@ from paceline.core.exchange import Exchange, no_scale, no_trace
 from paceline.core.facts import Fact
 from paceline.core.guard import Guard, Mode
 from paceline.core.noise_meter import NoiseMeter
+from paceline.core.open_window import Finished, OpenWindow
 from paceline.core.overlap import Overlap
 from paceline.core.parts import Event, Parts
 from paceline.core.pipeline import Pipeline
@@ -96,6 +98,7 @@ class EngineOptions:
     shares_backward: bool = False  # one backward may feed other engines too
     averages_buffers: bool = True  # another engine of the same models does it, if not
     device_verdict: bool | None = None  # the optimizer skips on the device; None: where gradients are on a GPU
+    clock: Callable[[], float] = time.perf_counter  # by which a round of micro-batches ends: open_window.py
 
 
 class Engine:
@@ -129,12 +132,7 @@ class Engine:
             about=on_resume or no_trace,
         )
         self.guard = Guard(self.options.guard, group, recorder)
-        self.window = Window(
-            group,
-            self.options.accumulate,
-            summed=self.options.summed,
-            multiple=lambda: self.method.balance.multiple(),
-        )
+        self.window = self._window()
         self.pipeline = Pipeline(on_resume)
         self.buckets = self.ex.buckets
         self.by_hand = ByHand(self)
@@ -150,6 +148,7 @@ class Engine:
         self.gradient_hooks = hooks
         self._hooks: Watch = []
         self._listeners: list[Callable[[], None]] = []
+        self._round_listeners: list[Callable[[int | None, list[int]], None]] = []
         self.buffers = buffers or Buffers()
         self._trainable: list[tuple[int, bool, torch.dtype, torch.device]] = []
         self._weighs = False  # workers' batches have differed
@@ -164,8 +163,18 @@ class Engine:
         self.stored: transfer.Luggage | None = None  # what the parts remembered, while this worker is alone
         self.settle_in()
 
+    def _window(self) -> Window:
+        sync, summed = self.method.sync, self.options.summed
+        if sync.open_ended:
+            closes = lambda elapsed, usual: self.method.sync.closes(elapsed, usual)  # noqa: E731  # the method may change
+            return OpenWindow(self.group, closes, self.options.clock, summed=summed)
+        multiple = lambda: self.method.balance.multiple()  # noqa: E731  # likewise
+        return Window(self.group, self.options.accumulate, summed=summed, multiple=multiple)
+
     def settle_in(self) -> None:
         """What depends on who is in the group and which method is used."""
+        if isinstance(self.window, OpenWindow) != self.method.sync.open_ended:
+            self.window = self._window()
         method, params = self.method, [p for group in self.optimizer.param_groups for p in group["params"]]
         rests = method.layout.rests(params)
         # Alone there is nobody to agree with, and gradients are left as they are.
@@ -261,6 +270,12 @@ class Engine:
         """Have `listener` called when a forward in training begins."""
         self._listeners.append(listener)
 
+    def on_round(self, listener: Callable[[int | None, list[int]], None]) -> None:
+        """Have `listener` called when a round ends ([Note: rounds], open_window.py), with the number of the loader and
+        how many micro-batches of it every worker has been handed in this epoch.
+        """
+        self._round_listeners.append(listener)
+
     def forward(self) -> None:
         """A forward in training begins."""
         self.window.forward()
@@ -332,7 +347,8 @@ class Engine:
         )
         numbers = (x for x in values if isinstance(x, (int, float)))
         settings = hash((*numbers, self.ex.rate, self.window.accumulate)) % _SETTINGS
-        return Place(self.ex.step, self._backwards, self.window.number, settings, self.rates()[0])
+        alike = not self.method.sync.open_ended  # else each worker has its own number of micro-batches
+        return Place(self.ex.step, alike * self._backwards, alike * self.window.number, settings, self.rates()[0])
 
     def rates(self) -> list[float]:
         """Each group's learning rate; zero where it is a tensor, which may be on a GPU."""
@@ -384,6 +400,8 @@ class Engine:
             if not s.arrived and s.param.grad is not s.view:
                 self._weigh_by_hand(s)
                 b.arrive(s)
+        if self._round_ends():
+            self._sends = self.method.sync.due(self.ex.step)
         if not self.window.closing:
             for b in self._coming:
                 self.noise.take(b)
@@ -402,6 +420,22 @@ class Engine:
         if self.window.several:
             self.window.close()
             self._weigh_arrivals()
+
+    def _round_ends(self) -> bool:
+        """A micro-batch is finished. Does this worker's round end with it? Then hear what the others have finished."""
+        window = self.window
+        if not (isinstance(window, OpenWindow) and window.ends()):
+            return False
+        device = self.buckets[0].device if self.buckets else None
+        with self.waiting():
+            own = torch.tensor(window.finished(), dtype=torch.float64, device=device)
+            rows = self.comm.all_gather(own).wait().tolist()
+        everyone = [Finished(samples, int(batches), s, int(handed)) for samples, batches, s, handed in rows]
+        window.learn(everyone)
+        self.method.sync.learn(everyone, window.asked_for, self.ex)
+        for listener in self._round_listeners:
+            listener(window.loader, [one.handed for one in everyone])
+        return True
 
     def drop_gradients(self) -> None:
         """The backward under way has raised: no gradient of this step may reach a later one."""
@@ -559,6 +593,10 @@ class Engine:
             self.take_up(new)
         if self.redeal.given_up:
             return None
+        if not self.exchanged and self._round_ends():  # no backward has come to find it out
+            self._arm(sends=due)
+            self.flush()
+            self.finish()
         if not self.window.closing:
             self._refuse_step_in_batch()
             self.window.hold()

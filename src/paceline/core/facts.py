@@ -30,6 +30,7 @@ class Fact(Enum):
     # Of layouts.
     WHOLE_GRADIENTS = "whole gradients"
     WHOLE_PARAMETERS = "whole parameters"
+    GATHERS_IN_FORWARD = "gathers in forward"  # parameters are gathered from all workers whenever a module computes
 
     # Of the job's optimizer.
     SGD = "optimizer:SGD"

@@ -59,7 +59,7 @@ def needs_scaler(engine: Engine) -> str:
     if engine.idle:
         return ""
     if engine.window.accumulate > 1:
-        return "accumulate"
+        return "a step of several micro-batches"
     if engine.method.balance.adapts:
         return engine.method.balance.name
     if engine.noise.every:

@@ -25,6 +25,7 @@ from paceline.core.part import Part as Part
 if TYPE_CHECKING:
     from paceline.core.bucket import Bucket
     from paceline.core.exchange import Exchange
+    from paceline.core.open_window import Finished
     from paceline.core.shard import Shard
 
 
@@ -88,6 +89,7 @@ class Sync(Part):
     background: ClassVar[bool] = False  # it wants `ex.background`, a lane beside the gradients'
     acts_before_step: ClassVar[bool] = False  # it overrides `before_step`
     acts_after_step: ClassVar[bool] = False  # it overrides `on_step`
+    open_ended: ClassVar[bool] = False  # each worker's micro-batches of a step end when it `closes`: open_window.py
     # The knobs at which plain SGD goes as if every gradient were agreed on in every step, to rounding.
     limit: ClassVar[Mapping[str, Any] | None] = None
 
@@ -98,6 +100,21 @@ class Sync(Part):
     def lag(self) -> int:
         """How many steps after its gradients a mean is used, and with it what the workers said of them."""
         return 0
+
+    def micro_batch(self, batch: int, world_size: int) -> int:
+        """Where it is open-ended: the samples of a micro-batch, where the user's batch has so many."""
+        raise NotImplementedError
+
+    def closes(self, elapsed: float, usual: float) -> bool:
+        """Where it is open-ended: does this worker's round end now, after so many seconds? usual: those of one of its
+        micro-batches. Each worker decides by itself.
+        """
+        raise NotImplementedError
+
+    def learn(self, everyone: Sequence[Finished], asked_for: float, ex: Exchange) -> None:
+        """Where it is open-ended: every worker hears what all have finished in the round that ends. asked_for: the
+        samples that the user wants in a step.
+        """
 
     async def on_grad(self, b: Bucket, ex: Exchange) -> None:
         """A bucket of local gradients is full; in true units if the method keeps leftovers, whatever the loss scale."""

@@ -43,6 +43,9 @@ class BatchInHand(Protocol):
     def left(self) -> int:
         """Micro-batches still to come of the same batch."""
 
+    @property
+    def number(self) -> int: ...
+
 
 class Window:
     """The micro-batches from one step to the next. Without accumulation it is one batch long and all this is 1.
@@ -223,6 +226,10 @@ class Window:
         if self._at_scale or not self._totals or self.summed:
             return 1.0
         return self._totals[0] / sum(self._totals)
+
+    def passed(self) -> None:
+        """The user has called step() in the middle of the window."""
+        self.micro += 1
 
     def close(self) -> None:
         """The sum has been brought to scale: what a further backward of this batch adds must be at scale too."""

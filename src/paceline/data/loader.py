@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -21,9 +21,11 @@ from paceline.comm.group import Group
 from paceline.comm.protocol import Comm
 from paceline.core.parts import Balance
 from paceline.data.balancing import Balancing, check, read_ahead
+from paceline.data.dealing import MicroBatchRule, dealt_out
 from paceline.data.micro_batches import MicroBatchSize
 from paceline.data.redeals import Redeals
-from paceline.data.sources import DealtBatch, DealtBatches, Habit, chosen
+from paceline.data.sampling import SAVED
+from paceline.data.sources import BatchSource, DealtBatch, DealtBatches, Habit, chosen
 from paceline.errors import DataError, PeerError, UsageError, nearest
 from paceline.telemetry.pace import Clock
 from paceline.telemetry.recorder import Recorder
@@ -48,6 +50,7 @@ class Batch:
     last: bool  # the last batch of the epoch, as far as known beforehand (False for streams)
     indices: list[int] | None  # this worker's samples, including a borrowed one; None for streams
     left: int = 0  # micro-batches of the same batch still to come
+    number: int = 0  # where micro-batches are dealt out: how many this worker has been handed in this epoch
 
 
 class Loader(_LoaderBase[T]):
@@ -74,6 +77,7 @@ class Loader(_LoaderBase[T]):
         clock: Clock | None = None,
         size: MicroBatchSize | None = None,
         redeals: Redeals | None = None,
+        rule: MicroBatchRule | None = None,
     ) -> None:
         if batch not in ("global", "per_worker"):
             raise UsageError(f"batch={batch!r} is not a choice", do=nearest(str(batch), ("global", "per_worker")))
@@ -84,14 +88,18 @@ class Loader(_LoaderBase[T]):
         self.meet = meet  # brings asynchronous workers to a common stop; None where workers step together
         self.current: Batch | None = None  # the batch handed out last
         self.epoch = 0
-        seed %= 2**63
+        seed %= SAVED
         check([source], balance, batch, group.world_size)
         self.size = size or MicroBatchSize()
         self.redeals = redeals  # goes back to a batch that did not fit; None where that ends the loop
-        self._from = chosen(source, group, balance, batch, seed, self.size)
+        self._from: BatchSource
+        if rule is None:
+            self._from = chosen(source, group, balance, batch, seed, self.size)
+        else:
+            self._from = dealt_out(source, group, balance, batch, seed, rule)
         self._handed = 0  # batches handed out in this epoch, to the last micro-batch
         self._ever = 0  # ... and in all of them
-        self._left = 0  # micro-batches of the batch in hand that are still to come
+        self._goes_on = False  # the next one handed out belongs to the same step as the last
         self._total = 0  # samples of the last one, where they are known
         self._balancing: Balancing | None = None
         if balance.measures_speed() and group.world_size > 1 and self._from.shares is not None:
@@ -113,7 +121,7 @@ class Loader(_LoaderBase[T]):
             facts = {**self._from.facts(), "seed": seed, "weighted": weight is not None, "generator": bool(generator)}
             self.comm.agree("data", "\n".join(f"{key} {value}" for key, value in facts.items()))
         if generator is not None:
-            own = torch.tensor([generator.initial_seed() % 2**63])
+            own = torch.tensor([generator.initial_seed() % SAVED])
             self._from.seed = int(self.comm.broadcast(own).wait())
         self._from.check()
         self._listen_for_epochs()
@@ -158,6 +166,15 @@ class Loader(_LoaderBase[T]):
         if count is None:
             raise TypeError(f"{type(self.source).__name__} does not say how many batches it has")
         return count
+
+    @property
+    def in_step(self) -> bool:
+        """Will other micro-batches of the step follow the one handed out? Under any method that deals out such."""
+        return self._goes_on or self._from.in_step
+
+    def round_ended(self, handed: Sequence[int]) -> None:
+        """Where micro-batches are dealt out: so many has every worker been handed in this epoch."""
+        self._from.advance(handed)
 
     def describe(self) -> str:
         by = "" if self.weight is None else f", weighted by {getattr(self.weight, '__name__', 'a function')}"
@@ -212,11 +229,12 @@ class Loader(_LoaderBase[T]):
             )
         try:
             while count is None or self._handed < count:
-                if not self._may_go_on():
+                goes_on = self.in_step
+                if not goes_on and not self._may_go_on():
                     return
                 if self.redeals is not None and self.redeals.before(self._handed):
                     self._deal_again()
-                if self._balancing is not None and not self._left:
+                if self._balancing is not None and not goes_on:
                     self._balancing.before_batch(self._ever, self._from.size or self._total)
                 began = time.perf_counter()
                 dealt, weight = self._next(self._dealt)
@@ -226,22 +244,24 @@ class Loader(_LoaderBase[T]):
                     break
                 self._handed += not dealt.left
                 self._ever += not dealt.left
-                self._total, self._left = dealt.total or 0, dealt.left
-                self._allowed = dealt.left > 0
+                self._total, self._goes_on = (self._total if goes_on else 0) + (dealt.total or 0), dealt.left > 0
+                self._allowed = False
                 self.current = batch
                 if self.redeals is not None:
                     self.redeals.handed_out(dealt.left, dealt.largest)
                 if self.on_batch is not None:
                     self.on_batch(batch)
-                self.recorder.start_lap(dealt.samples or 0, data_s)
-                if self._balancing is not None:
+                lap = self.recorder.go_on if goes_on else self.recorder.start_lap
+                lap(dealt.samples or 0, data_s)
+                if self._balancing is not None and not goes_on:
                     self.recorder.follow(self._balancing.pace)
                 yield dealt.data
                 self._newest(turn)
-                self.recorder.end_lap()
                 if self.redeals is not None and (first := self.redeals.after()) is not None:
-                    self._handed, self._allowed = first, True
+                    self._handed, self._goes_on = first, True
                     self._deal_again()
+                if not self.in_step:
+                    self.recorder.end_lap()
         finally:
             if turn == self._turn:
                 self._leave()
@@ -319,7 +339,7 @@ class Loader(_LoaderBase[T]):
             if dealt.out:
                 return None
             assert dealt.total is not None
-            return Batch(weight, float(dealt.total), dealt.last, dealt.indices, dealt.left)
+            return Batch(weight, float(dealt.total), dealt.last, dealt.indices, dealt.left, dealt.number)
         weights = self._gathered(weight)
         if failed := [rank for rank, w in enumerate(weights) if math.isnan(w)]:
             raise DataError(

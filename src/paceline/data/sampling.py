@@ -30,6 +30,7 @@ _63_BITS = 2**63 - 1
 _FOLD = 64  # batches hashed together: a call costs much more than the few indices of one batch
 _WHOLE = 10  # an epoch that gives each sample this often is drawn as a whole
 _STRETCH = 1 << 18  # indices drawn at once of an epoch that is not drawn as a whole
+SAVED = 2**53  # whole numbers below it are what they are for every reader of JSON
 READ_AHEAD = 256  # batches that are drawn at least, beyond the one handed out
 
 
@@ -360,6 +361,11 @@ def digest(indices: Tensor) -> Tensor:
         x = x ^ ((x >> 31) & ((1 << 33) - 1))
         total += torch.stack([torch.tensor(len(x)), x.sum()])
     return folded(total)
+
+
+def mark(total: Tensor) -> int:
+    """The hash of a digest, as a number that a saved state can hold."""
+    return int(total[1]) % SAVED
 
 
 def folded(total: Tensor) -> Tensor:

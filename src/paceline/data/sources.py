@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from paceline.data.sampling import (
     Shares,
     folded,
     length,
+    mark,
     mixed,
 )
 from paceline.errors import DataError, UsageError
@@ -46,6 +47,7 @@ class DealtBatch(NamedTuple):
     largest: int = 0  # samples of its largest micro-batch, of any worker
     indices: list[int] | None = None
     out: bool = False  # this worker's data has ended, and this repeats its last batch
+    number: int = 0  # of micro-batches that are dealt out: how many this worker has been handed in this epoch
 
 
 DealtBatches = Generator[DealtBatch, None, None]
@@ -86,6 +88,14 @@ class BatchSource:
 
     def settle(self, epoch: int, start: int) -> None:
         """Check, after an epoch has run from `start` to its end, that each sample was handed out exactly once."""
+
+    @property
+    def in_step(self) -> bool:
+        """Where micro-batches are dealt out: do others of the step follow the one handed out?"""
+        return False
+
+    def advance(self, taken: Sequence[int]) -> None:
+        """Where micro-batches are dealt out: so many has every worker taken in this epoch."""
 
     def save(self, handed: int) -> dict[str, Any]:
         """What else a saved state must hold to resume after `handed` batches."""
@@ -139,7 +149,7 @@ class Indexed(BatchSource):
         self.shares = Shares(group, balance)
         self.assignment = Assignment(self.shares, size)
         self.generator = torch.Generator()
-        self.inner = _rebuilt(source, self.generator, batch_sampler=self.assignment)
+        self.inner = rebuilt(source, self.generator, batch_sampler=self.assignment)
         self.order: Epoch | LongEpoch | None = None  # the epoch in progress
         self.resumed = 0  # the hash of what had been handed out of an epoch that is to be drawn again
         self.ledger = Ledger()
@@ -165,8 +175,7 @@ class Indexed(BatchSource):
     def check(self) -> None:
         if self.samples == 0:
             raise DataError("the data set is empty", why="its len() is 0", do="check where it reads from")
-        if self.size is not None:
-            self.shares.check(self.size)
+        self._check_size()
         if self.drawer is None:
             if self.samples is None:
                 raise DataError(
@@ -175,6 +184,10 @@ class Indexed(BatchSource):
                     do="give the data set a __len__, or make it an IterableDataset",
                 )
             self._check_enough(self.samples)
+
+    def _check_size(self) -> None:
+        if self.size is not None:
+            self.shares.check(self.size)
 
     def _check_enough(self, samples: int) -> None:
         world_size = self.comm.world_size
@@ -254,7 +267,7 @@ class Indexed(BatchSource):
             k = min(start, order.drawn)
         if k < start:
             raise DataError(f"the loader's state has batches={start}, the epoch has {order.drawn}")
-        if start and order.reach(start) and int(order.before(start)[1]) != self.resumed and self.comm.rank == 0:
+        if start and order.reach(start) and mark(order.before(start)) != self.resumed and self.comm.rank == 0:
             print(
                 f"paceline: {type(self.drawer).__name__} does not draw the same order again: the rest of this epoch is "
                 "another one",
@@ -303,7 +316,7 @@ class Indexed(BatchSource):
     def save(self, handed: int) -> dict[str, Any]:
         if not handed or self.order is None:
             return {}
-        state: dict[str, Any] = {"seen": int(self.order.before(handed)[1])}
+        state: dict[str, Any] = {"seen": mark(self.order.before(handed))}
         if isinstance(self.order, LongEpoch):
             state["stretches"] = True
         elif self.drawer is not None:
@@ -319,8 +332,8 @@ class Indexed(BatchSource):
         elif handed and state.get("stretches") is True and type(state.get("seen")) is int:
             self.resumed = state["seen"]  # it is drawn again when the loop begins, after a set_epoch
         elif handed:
-            indices = _whole_numbers(state, "order")
-            sizes = _whole_numbers(state, "sizes") if self.size is None else None
+            indices = whole_numbers(state, "order")
+            sizes = whole_numbers(state, "sizes") if self.size is None else None
             if sizes is not None and (int(sizes.sum()) != len(indices) or int(sizes.min()) < 1):
                 raise DataError(
                     f"the loader's state has sizes that do not make up its order of {len(indices)} samples",
@@ -330,7 +343,7 @@ class Indexed(BatchSource):
         if order is not None:
             if not order.reach(handed - 1):
                 raise DataError(f"the loader's state has batches={handed}, the epoch has {order.drawn}")
-            seen = int(order.before(handed)[1])
+            seen = mark(order.before(handed))
             if state.get("seen") != seen:
                 raise DataError(
                     f"the loader's state has seen={state.get('seen')!r}, this run would have {seen} by then",
@@ -378,7 +391,7 @@ class Stream(BatchSource):
         self.shares = Shares(group, balance)
         self.generator = torch.Generator()
         self.keep = ShareOfStream(self.shares, source.collate_fn)
-        self.inner = _rebuilt(
+        self.inner = rebuilt(
             source, self.generator, batch_size=self.size, drop_last=source.drop_last, collate_fn=self.keep
         )
 
@@ -522,7 +535,7 @@ def _takes_all(sampler: Any, dataset: Any) -> bool:
     return type(sampler) in (RandomSampler, SequentialSampler) and sampler.data_source is dataset
 
 
-def _rebuilt(source: DataLoader[Any], generator: torch.Generator, **batching: Any) -> DataLoader[Any]:
+def rebuilt(source: DataLoader[Any], generator: torch.Generator, **batching: Any) -> DataLoader[Any]:
     """The user's DataLoader with other batches, always in order: batch k of all workers is one global batch."""
     return DataLoader(
         source.dataset,
@@ -539,7 +552,7 @@ def _rebuilt(source: DataLoader[Any], generator: torch.Generator, **batching: An
     )
 
 
-def _whole_numbers(state: Mapping[str, Any], key: str) -> Tensor:
+def whole_numbers(state: Mapping[str, Any], key: str) -> Tensor:
     value = state.get(key)
     if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.dim() != 1 or not len(value):
         raise DataError(

@@ -47,6 +47,12 @@ def check(settings: Settings, objects: Objects, method: Method, peer: str | None
             " some out",
             do="give a number for micro_batch=, or leave weight= out",
         )
+    if method.balance.measures_speed():
+        raise MethodError(
+            f"micro_batch='auto' with {method.balance.name}",
+            why="a batch that did not fit is dealt again, and its shares may have changed meanwhile",
+            do="give a number for micro_batch=, or use the balance even",
+        )
     frozen = any(not p.requires_grad for model in objects.models for p in model.parameters())
     if method.layout.shards_parameters and frozen:
         raise MethodError(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from paceline.core.facts import Fact
 from paceline.errors import MethodError
 from paceline.knobs import knob
 from paceline.offload.nvme import OnDisk
@@ -40,6 +41,7 @@ class Zero3(ShardedLayout):
     name: ClassVar[str] = "zero3"
     paper: ClassVar[str] = "Rajbhandari et al., ZeRO, SC20"
     formula: ClassVar[str] = "n·s·(W−1)/W for the gradients with exact, else as the reducer; twice that for parameters"
+    gives: ClassVar[frozenset[Fact]] = frozenset({Fact.GATHERS_IN_FORWARD})
     background: ClassVar[bool] = True
     shards_parameters: ClassVar[bool] = True
 

@@ -75,26 +75,11 @@ class Gossip(Sync):
         if (ex.step + 1) % self.every:
             return
         w = self._sent[b.index] = b.weights(self._sent.get(b.index))
-        average = Task(self._average(w, ex))
+        average = Task(mixed(self.graph, ex.step // self.every, w, ex))
         if self.overlap:
             self._flying[b.index] = average
         else:
             b.write(await average)
-
-    async def _average(self, w: Tensor, ex: Exchange) -> Tensor:
-        turn, comm = ex.step // self.every, ex.comm
-        if self.graph == "full":
-            return await comm.mean(w.clone())
-        if self.graph == "shift_one" and ex.world_size % 2 == 0:
-            way = [comm.swap(w, *peers(self.graph, turn, ex.rank, ex.world_size))]
-        elif self.graph == "ring":
-            way = [comm.shift(w, by) for by in (1, -1)[: ex.world_size - 1]]  # of two workers each is both neighbours
-        else:
-            way = [comm.shift(w, distance(self.graph, turn, ex.world_size))]
-        total = w
-        for one in way:
-            total = total + await one
-        return total / (1 + len(way))
 
     async def _arrive(self, b: Bucket) -> None:
         """Add what the average changed; if the weights are still as they were sent, this overwrites them by it."""
@@ -108,6 +93,23 @@ class Gossip(Sync):
         for b in ex.buckets:
             if b.index in self._flying:
                 Task(self._arrive(b)).finish()
+
+
+async def mixed(graph: Graph, turn: int, w: Tensor, ex: Exchange) -> Tensor:
+    """Σⱼ Mᵢⱼ·wⱼ: this worker's average with its neighbours of this turn."""
+    comm = ex.comm
+    if graph == "full":
+        return await comm.mean(w.clone())
+    if graph == "shift_one" and ex.world_size % 2 == 0:
+        way = [comm.swap(w, *peers(graph, turn, ex.rank, ex.world_size))]
+    elif graph == "ring":
+        way = [comm.shift(w, by) for by in (1, -1)[: ex.world_size - 1]]  # of two workers each is both neighbours
+    else:
+        way = [comm.shift(w, distance(graph, turn, ex.world_size))]
+    total = w
+    for one in way:
+        total = total + await one
+    return total / (1 + len(way))
 
 
 def distance(graph: Graph, turn: int, world_size: int) -> int:

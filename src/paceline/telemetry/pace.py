@@ -85,6 +85,11 @@ class Pace:
         """A batch is handed out."""
         self._open = _Marks(samples, self.clock.mark())
 
+    def more(self, samples: int) -> None:
+        """Another micro-batch of the same batch is handed out."""
+        if self._open is not None:
+            self._open.samples += samples
+
     def backward_ended(self) -> None:
         """The gradients of this batch are there, or more of them."""
         if (lap := self._open) is not None and not self._inside:

@@ -88,6 +88,14 @@ class Recorder:
         self._samples, self._data_s = samples, data_s
         self._wall, self._cpu = time.perf_counter(), time.thread_time()
 
+    def go_on(self, samples: int, data_s: float) -> None:
+        """Another batch of the same step is handed out."""
+        self._samples += samples
+        self._data_s += data_s
+        self._wall += data_s  # waiting for data counts by itself
+        if self.pace is not None:
+            self.pace.more(samples)
+
     def end_lap(self) -> None:
         """The next batch is asked for, or the loop was left: the step is over."""
         self._end_pace()

@@ -12,7 +12,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.errors import DataError
-from paceline.tools.tasks.loop import Evaluations, TaskDefaults, accuracy, batches, lr_schedule, parse_arguments
+from paceline.tools.tasks.loop import (
+    Evaluations,
+    TaskDefaults,
+    accuracy,
+    batches,
+    in_step,
+    lr_schedule,
+    parse_arguments,
+)
 
 
 def digits() -> tuple[TensorDataset, Tensor, Tensor]:
@@ -47,6 +55,8 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        if in_step(loader):
+            continue
         scheduler.step()
         paceline.log(loss=loss.item())
         evaluations.after(step, loss.item())

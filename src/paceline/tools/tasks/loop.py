@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import paceline
+from paceline.data.loader import Loader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,22 +46,28 @@ def parse_arguments(description: str | None, defaults: TaskDefaults) -> argparse
     return parser.parse_args()
 
 
+def in_step(loader: Iterable[Any]) -> bool:
+    """Will other micro-batches of the step follow this one? Schedules and evaluations go by steps."""
+    return isinstance(loader, Loader) and loader.in_step
+
+
 def batches(loader: Iterable[Any], steps: int, slow_worker: int | None = None) -> Iterator[tuple[int, Any]]:
-    """(step, batch) from step 1 on, over as many epochs as it takes.
+    """(step, batch) from step 1 on, over as many epochs as it takes. A step may have several batches: `in_step`.
 
     An epoch without a single batch ends it: in a race the loader gives no more batches once this contender has
     to stop. The worker of rank `slow_worker` sleeps as long as it computes, like a machine of half the speed.
     """
-    step = 0
+    step, goes_on = 0, False
     while True:
         before = step
         for batch in loader:
-            step += 1
+            step += not goes_on
             began = time.thread_time()
             yield step, batch
             if slow_worker == paceline.rank():
                 time.sleep(time.thread_time() - began)
-            if step == steps:
+            goes_on = in_step(loader)
+            if step == steps and not goes_on:
                 return
         if step == before:
             return

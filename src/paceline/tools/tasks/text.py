@@ -15,6 +15,7 @@ from paceline.tools.tasks.loop import (
     Evaluations,
     TaskDefaults,
     batches,
+    in_step,
     lr_schedule,
     mean_over_workers,
     own_samples,
@@ -147,6 +148,8 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        if in_step(loader):
+            continue
         scheduler.step()
         paceline.log(loss=loss.item())
         evaluations.after(step, loss.item())
