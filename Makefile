@@ -26,7 +26,7 @@ test: $(SETUP) lint  ## lint, then all tests that need no GPU and no patience
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist worksteal
 
 test-slow: $(SETUP)  ## the long ones
-	$(BIN)/python -m pytest -m "slow and not gpu" -n 2 --dist worksteal --timeout 600
+	$(BIN)/python -m pytest -m "slow and not gpu" -n 2 --dist worksteal --timeout 600 -o faulthandler_timeout=1000
 
 test-loops: $(SETUP)  ## loops that users write, under every method, beside one plain process
 	$(BIN)/python tests/loops --report --jobs 2

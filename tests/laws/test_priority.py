@@ -637,3 +637,23 @@ def test_an_evaluation_that_waits_for_a_step_does_not_hide_its_bytes():
         return one.engine.recorder.sent
 
     assert threads.run(2, lambda comm: work(comm, True)) == threads.run(2, lambda comm: work(comm, False))
+
+
+def test_when_all_has_settled_nothing_lies_on_torchs_stack():
+    """A thread that ended with a mode on it could abort the process at its exit."""
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        one = Rig(comm, model, opt, spec="priority", knobs=TIGHT)
+        seen = []
+        for x, y in data(3):
+            x, y = one.take(x, y)
+            cross_entropy(model(x), y).backward()
+            opt.step()
+            seen.append(torch._C._len_torch_function_stack())
+            opt.zero_grad()
+        one.engine.settle()
+        return seen, torch._C._len_torch_function_stack()
+
+    assert threads.run(2, work) == [([1, 1, 1], 0)] * 2

@@ -214,7 +214,6 @@ def test_of_two_that_end_together_the_killed_one_is_the_cause(start: Start, scri
     # Held up until both are dead: the order in which they are noticed is then the launcher's choice.
     for worker in job.workers:
         worker._lock.acquire()
-    psutil.wait_procs([psutil.Process(worker.pid) for worker in job.workers], timeout=0.1)
     wait_until(lambda: not any(running(worker.pid) for worker in job.workers))
     for worker in job.workers:
         worker._lock.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -387,14 +388,17 @@ def test_an_error_in_the_sampler_is_its_own_on_worker_0() -> None:
     assert "worker 0 could not draw this epoch's order from Broken" in told
 
 
+_seeds = itertools.count(1)
+
+
 class Endless(Sampler[int]):
-    """Permutations without an end, as samplers for training by steps give them."""
+    """Permutations without an end, as samplers for training by steps give them. seed=None: others each time."""
 
     def __init__(self, n: int, seed: int | None = 0) -> None:
         self.n, self.seed, self.given = n, seed, 0
 
     def __iter__(self) -> Iterator[int]:
-        seed = int(torch.empty((), dtype=torch.int64).random_()) if self.seed is None else self.seed
+        seed = next(_seeds) if self.seed is None else self.seed
         g = torch.Generator().manual_seed(seed)
         while True:
             for i in torch.randperm(self.n, generator=g).tolist():
@@ -558,6 +562,8 @@ def test_loader_processes(persistent: bool) -> None:
         assert os.getpid() not in pids[-1]
     assert (pids[0] == pids[2]) is persistent
     assert loader.state_dict()["epoch"] == 3
+    del source, loader
+    gc.collect()  # ends persistent processes here: later it might happen in the middle of another test, and takes long
 
 
 def test_what_is_read_ahead_does_not_count() -> None:

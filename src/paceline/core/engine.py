@@ -653,7 +653,7 @@ class Engine:
 
     def settle(self) -> None:
         """Let what is under way arrive: before an evaluation, a checkpoint, a change and the end."""
-        self.overlap.land()
+        self.overlap.settle()
         self.on_device.read()
         self.method.sync.settle(self.ex)
         self.method.layout.settle(self.ex)

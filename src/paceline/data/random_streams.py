@@ -14,9 +14,11 @@ import contextlib
 import hashlib
 import random
 import struct
+import threading
 from collections.abc import Iterator, Mapping
 
 import numpy as np
+import numpy.random as _numpy_random  # noqa: F401  # numpy imports it late, which may hang in a forked loader process
 import torch
 from torch import Tensor
 
@@ -25,6 +27,9 @@ from paceline.errors import DataError
 
 KINDS = ("cpu", "cuda", "numpy", "python")
 _WORDS = 624  # of the Mersenne twister's memory, which numpy and Python both use
+# A generator of torch wraps its state while it holds a lock of its own. The garbage collector may run just then and let
+# another thread go on; if that thread asks for the generator too, it waits for the lock and never lets the first go on.
+_generator = threading.Lock()
 
 
 def states() -> dict[str, Tensor]:
@@ -100,13 +105,16 @@ def _digest(word: str, *numbers: int) -> int:
 
 
 def _seed_host(cpu: int, numpy: int, python: int) -> None:
-    torch.default_generator.manual_seed(cpu)
+    with _generator:
+        torch.default_generator.manual_seed(cpu)
     np.random.seed([numpy >> 32, numpy & 0xFFFFFFFF])
     random.seed(python)
 
 
 def _host_states() -> dict[str, Tensor]:
-    found = {"cpu": torch.get_rng_state(), "python": _python_state()}
+    with _generator:
+        found = {"cpu": torch.get_rng_state()}
+    found["python"] = _python_state()
     if (numpy := _numpy_state()) is not None:
         found["numpy"] = numpy
     return found
@@ -130,7 +138,9 @@ def _python_state() -> Tensor:
 
 
 def _put_cpu(state: Tensor) -> None:
-    torch.set_rng_state(state.clone())
+    own = state.clone()
+    with _generator:
+        torch.set_rng_state(own)
 
 
 def _put_cuda(state: Tensor) -> None:
