@@ -94,7 +94,7 @@ class Lookout(TorchFunctionMode):
             _restack(lambda modes: [self, *modes])
 
     def rest(self) -> None:
-        """Leave the stack until the next forward ends, if nothing is owed: no thread may end with a mode on its stack."""
+        """Leave the stack until a forward ends, if nothing is owed: no thread may end with a mode on its stack."""
         if self._there and not any(one.owes for one in self._all()):
             self._there = False
             _restack(lambda modes: [mode for mode in modes if mode is not self])
