@@ -89,9 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--task", choices=("made-up", "logistic", "fashion"), default="made-up")
     parser.add_argument("--ddp", action="store_true", help="torch's DDP with join in place of ours")
-    parser.add_argument(
-        "--counts", type=float, default=1.0, help="share of a batch's samples that an update is made of"
-    )
+    parser.add_argument("--counts", type=float, default=1.0, help="share of a batch's samples that an update is made of")
     parser.add_argument("--batch", type=int, default=240)
     parser.add_argument("--sample-ms", type=float, default=0.5, help="wait of a fast worker for one sample")
     parser.add_argument("--slow", type=int, default=-1, help="the rank of the slow worker")
