@@ -651,7 +651,7 @@ def will_step(optimizer: Optimizer) -> bool:
     """Will the next optimizer.step() really step? For LR schedulers and logging.
 
     With accumulate=N, micro_batch= and a balance that changes the batch it does in the last iteration of several. After
-    a backward that did not fit into some worker's memory it does not. It is the same on all workers whose methods step together.
+    a backward that did not fit into some worker's memory it does not. All workers whose methods step together agree.
     """
     return _engine(optimizer, "will_step").will_step
 

@@ -86,27 +86,27 @@ class Lookout(TorchFunctionMode):
         self._depth += 1
         self.rest()
 
-    def rest(self) -> None:
-        """Leave the stack for the rest of a forward, if nothing is owed any more."""
-        if self._depth:
-            self.leave()
-
-    def leave(self) -> None:
-        """Leave the stack until a forward has ended, if nothing is owed: no thread may end with a mode on its stack."""
-        if self._there and not any(one.owes for one in self._all()):
-            self._there = False
-            _restack(lambda modes: [mode for mode in modes if mode is not self])
-
-    def watches(self, one: Owing) -> bool:
-        """Would it see now who looks at what this one owes?"""
-        return self._there and any(known is one for known in self._all())
-
     def end_forward(self) -> None:
         """It has ended, or raised."""
         self._depth = max(self._depth - 1, 0)
         if not self._depth and not self._there:
             self._there = True
             _restack(lambda modes: [self, *modes])
+
+    def rest(self) -> None:
+        """Leave the stack until a forward ends, if nothing is owed: no thread may end with a mode on its stack."""
+        if self._there and not any(one.owes for one in self._all()):
+            self._there = False
+            _restack(lambda modes: [mode for mode in modes if mode is not self])
+
+    def rest_in_forward(self) -> None:
+        """The same, in the middle of a forward alone."""
+        if self._depth:
+            self.rest()
+
+    def watches(self, one: Owing) -> bool:
+        """Would it see now who looks at what this one owes?"""
+        return self._there and any(known is one for known in self._all())
 
 
 _here = threading.local()

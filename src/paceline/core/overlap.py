@@ -125,7 +125,7 @@ class Overlap:
             some = [b for b in self._due.values() if any(id(s.param) in own for s in b.slots)]
             if some or not self._decided:
                 self._land(some)
-            lookout().rest()
+            lookout().rest_in_forward()
 
     def gradient(self) -> None:
         """A gradient is about to be added to a p.grad."""
@@ -140,7 +140,7 @@ class Overlap:
     def settle(self) -> None:
         """Make all of the update under way, and look out no more until the next forward."""
         self.land()
-        lookout().leave()
+        lookout().rest()
 
     def watched(self) -> bool:
         """May the barrier be crossed? Only where it is seen who looks at what is owed then: [Note: lookout]."""
