@@ -102,7 +102,7 @@ def hired(comm, source, sync, *, make=lambda: mlp().double(), lr=LR, momentum=0.
         recorder=rig.recorder,
         on_batch=lambda batch: engine.take_batch(batch, 0),
         on_end=lambda: engine.loop_ended(0),
-        micro_batch=engine.method.sync.micro_batch,
+        rule=engine.method.sync.micro_batch,
     )
     engine.on_round(lambda of, handed: loader.round_ended(handed))
     return Worker(comm.rank, rig, loader, paces[comm.rank], now)

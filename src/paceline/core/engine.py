@@ -179,7 +179,7 @@ class Engine:
         rests = method.layout.rests(params)
         # Alone there is nobody to agree with, and gradients are left as they are.
         alone = self.group.world_size == 1 and not self.options.cuts and not method.balance.adapts
-        self.idle = alone and self.options.accumulate == 1 and rests and not self.window.no_sync
+        self.idle = alone and self.window.accumulate == 1 and rests and not self.window.no_sync
         self.vote = Vote(
             self._vote_lane,
             guard=self.guard.mode != "off",
@@ -490,6 +490,7 @@ class Engine:
         """The step under way is given up because its batch is dealt again, in this window's place."""
         self._lose()
         self.drop_gradients()
+        self.window.use()
         self.window.renumber()
         self.method.layout.give_up(self.ex)
 

@@ -71,10 +71,7 @@ class Zero3(ShardedLayout):
             self.unsharding.shard_frozen(named)
 
     def _store_of(self, b: Bucket) -> ParameterStore | None:
-        """Say where this worker's shard of a bucket's parameters lies. None: on the device.
-
-        Parameters whose state is stepped on the device stay there too.
-        """
+        """Say where this worker's shard of a bucket's parameters lies. None: on the device, like its state."""
         trained = b.index >= 0
         offloaded = self.offload.buckets.get(b.index) if self.offload else None
         if self.params == "device" or (trained and offloaded is None):
