@@ -37,7 +37,7 @@ from paceline.method import method as make_method
 from paceline.session import assemble, memory_cap, micro_batches, session
 from paceline.session.advice import Advice, advise
 from paceline.session.hooks import watch_for_same_work
-from paceline.session.objects import Objects
+from paceline.session.objects import Objects, device_of
 from paceline.session.session import Session, current
 from paceline.session.settings import Settings
 from paceline.sharding import meta
@@ -321,7 +321,7 @@ def prepare(
     new |= {id(source): loader for source, loader in zip(sorted_.loaders, loaders, strict=True)}
     here.print_once(name, loaders)
     if settings.memory_gb is not None:
-        memory_cap.cap(settings.memory_gb, here.rendezvous.device)
+        memory_cap.cap(settings.memory_gb, device_of(sorted_.models))
     if settings.random == "per_worker":
         here.separate_streams()
     result = tuple(new.get(id(one), one) for one in objects)
@@ -476,7 +476,7 @@ def _loader(
         on_end=loop_ended,
         gate=here.gate,
         meet=here.meet if method.sync.is_async else None,
-        clock=clock_of(here.rendezvous.device),
+        clock=clock_of(device_of(models)),
         size=size,
         redeals=micro_batches.redeals(here, engines, size, settings),
         rule=method.sync.micro_batch if method.sync.open_ended else None,

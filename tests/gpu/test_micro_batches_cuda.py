@@ -48,7 +48,7 @@ def test_two_workers_find_what_fits(method, knobs):
     for (out, sizes, _), (expected, _, _) in zip(found, whole, strict=True):
         torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-4)
         assert max(sizes) < 32
-        assert sum(sizes) == 64
+        assert sum(sizes) >= 64, "what fitted before a part did not is computed again"
 
 
 def test_alone():
@@ -60,7 +60,7 @@ def test_alone():
 
 
 def test_one_sample_that_does_not_fit_says_how_much_is_missing():
-    (found,) = processes.run(1, job, "exact", 0.12, 2, {}, wait_s=120)
+    (found,) = processes.run(1, job, "exact", 0.08, 2, {}, wait_s=120)
     assert found.error == DataError.__name__, found
     assert "Tried to allocate" in found.message
 

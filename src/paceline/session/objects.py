@@ -161,3 +161,9 @@ def _refuse_wrapped(model: torch.nn.Module) -> None:
                 f"{name or 'the model'} is a lazy module whose parameters have no shape yet",
                 do="run one batch through the model, then make the optimizer and call prepare",
             )
+
+
+def device_of(models: Iterable[torch.nn.Module]) -> torch.device:
+    """Where the models compute, whatever backend the workers speak over."""
+    devices = [p.device for model in models for p in model.parameters()]
+    return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
