@@ -43,7 +43,7 @@ class DeviceVerdict:
             and (not engine.exchanged or (ex.exact_everywhere and vote.ballot is not None))
             and ex.loss_scale() is None
             and (guard.mode == "off" or takes_found_inf(engine.optimizer))
-            and not any(part.state.staged for part in engine.method.parts())
+            and not any(part.state.staged for part in engine.parts)
         )
 
     def step(self, do: Callable[[], Any]) -> Any:

@@ -175,6 +175,7 @@ class Engine:
         """What depends on who is in the group and which method is used."""
         if isinstance(self.window, OpenWindow) != self.method.sync.open_ended:
             self.window = self._window()
+        self.parts = list(self.method.parts())  # wrapped ones included
         method, params = self.method, [p for group in self.optimizer.param_groups for p in group["params"]]
         rests = method.layout.rests(params)
         # Alone there is nobody to agree with, and gradients are left as they are.
@@ -307,7 +308,7 @@ class Engine:
 
     def begin(self) -> None:
         """The first gradient of a backward has arrived."""
-        keeps = any(part.state.staged for part in self.method.parts())
+        keeps = any(part.state.staged for part in self.parts)
         self.unstepped.backward(matters=keeps or not self.method.sync.due(self.ex.step))
         if self.exchanged and self.landed and self._thrown_away():
             self.rollback()
@@ -750,13 +751,13 @@ class Engine:
 
     def commit(self) -> None:
         """What the parts have staged becomes real."""
-        for part in self.method.parts():
+        for part in self.parts:
             part.state.commit()
         self.ex.carry.commit()
 
     def rollback(self) -> None:
         """The step is given up: what the parts have staged is forgotten."""
-        for part in self.method.parts():
+        for part in self.parts:
             part.state.rollback()
         self.ex.carry.rollback()
         if self.exchanged:
@@ -773,7 +774,7 @@ class Engine:
             b.reset()
         if made:
             self.replicas.step_made()
-            for part in self.method.parts():
+            for part in self.parts:
                 for event in part.news(self.ex.step):
                     self.recorder.emit(event)
 
@@ -831,18 +832,18 @@ class Engine:
     def cut_anew(self, *, parts: bool = True) -> Iterator[None]:
         """Inside there are no buckets; after it they are cut anew. parts: what these remember moves along."""
         self.method.layout.collect(self.ex)
-        saved = [part.state.save(self.buckets) for part in self.method.parts()] if parts else []
+        saved = [part.state.save(self.buckets) for part in self.parts] if parts else []
         carried = self.ex.carry.save(self.buckets)
         self.forget_cut()
         yield
         self.refresh()
-        for part, memory in zip(self.method.parts(), saved, strict=False):
+        for part, memory in zip(self.parts, saved, strict=False):
             part.state.load(memory, self.buckets)
         self.ex.carry.load(carried, self.buckets)
 
     def forget_cut(self) -> None:
         """There are no buckets any more; the next `refresh` cuts them anew."""
-        for part in self.method.parts():
+        for part in self.parts:
             part.recut()
         for hook in self._hooks:
             hook.remove()

@@ -36,7 +36,7 @@ def pack(engine: Engine) -> Luggage:
     if engine.idle:  # alone: what it came with waits for the next group
         return replace(engine.stored, step=engine.ex.step) if engine.stored else Luggage(engine.ex.step)
     comm, device = engine.ex.comm, _device(engine)
-    saves = [part.state.save(engine.buckets) for part in engine.method.parts()]
+    saves = [part.state.save(engine.buckets) for part in engine.parts]
     carry = engine.ex.carry.save(engine.buckets)
     if engine.group.world_size > 1:
         saves = [_merged(saved, comm, device) for saved in saves]
@@ -79,7 +79,7 @@ def unpack(engine: Engine, luggage: Luggage) -> None:
     """Go on from it with the buckets of the new group."""
     engine.ex.step = luggage.step
     engine.stored = luggage if engine.idle else None
-    parts = list(engine.method.parts())
+    parts = engine.parts
     for part, memory in zip(parts, luggage.parts or [{}] * len(parts), strict=True):
         part.state.load({} if engine.idle else memory, engine.buckets)
     if engine.idle:
