@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torch import nn
 
 import paceline
 import processes
+from paceline.comm import board
 from paceline.errors import PeerError
 from paceline.tools.lab import namespaces
 from paceline.tools.lab.namespaces import Lab
@@ -47,6 +49,25 @@ def test_a_death_while_others_agree_is_found_at_once(ends):
         seconds, worker = outcome.value
         assert seconds < TIMEOUT_S / 3, "not by the time-out"
         assert worker == VICTIM
+
+
+def _hangs(rank):
+    """The victim waits for a lock that is never let go."""
+    board._IDLE_S = 2.0
+    lane = processes.join(TIMEOUT_S).group.lane("test")
+    lane.mean(torch.ones(3)).wait()
+    if rank == VICTIM:
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire(timeout=8)
+    with pytest.raises(PeerError, match="worker 1 does nothing") as raised:
+        lane.mean(torch.ones(3)).wait()
+    return raised.value.worker
+
+
+def test_a_worker_that_runs_and_does_nothing_is_named():
+    outcomes = run(3, _hangs, wait_s=TIMEOUT_S / 2)
+    assert [o.value for rank, o in enumerate(outcomes) if rank != VICTIM] == [VICTIM, VICTIM], outcomes
 
 
 def _connects(rank):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+
 import pytest
 
 from paceline.comm.board import StoreBoard, stuck
 from paceline.comm.credentials import Credentials
+from paceline.comm.liveness import Idleness
 from paceline.comm.store import Store, StoreConnection, StoreLostError
 from paceline.comm.store_address import StoreAddress
 from paceline.comm.store_server import StoreServer
@@ -100,3 +105,31 @@ def test_with_the_store_gone_a_connection_still_knows_its_worker(served):
     assert error.worker == 0
     assert error.what.startswith("worker 0 stopped answering; it is waited for at ")
     assert error.what.endswith('board.lost("mean #0", EndedError(0))'), "the line of this test"
+
+
+def test_a_process_that_does_nothing_is_told_from_one_that_works() -> None:
+    """Whatever it works at: computing, or reading and writing."""
+    code = {
+        "sleeps": "import time\nprint(1, flush=True)\ntime.sleep(60)",
+        "computes": "print(1, flush=True)\nwhile True: pass",
+        "writes": "import time\nprint(1, flush=True)\nf = open('/dev/null', 'w')\n"
+        "while True: f.write('x'); f.flush(); time.sleep(0.01)",
+    }
+    running = {
+        name: subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE) for name, text in code.items()
+    }
+    try:
+        for process in running.values():
+            assert process.stdout is not None
+            process.stdout.readline()
+        idleness, began = Idleness(), time.monotonic()
+        while time.monotonic() - began < 1.5:
+            idle = {name: idleness.seconds(process.pid) for name, process in running.items()}
+            time.sleep(0.1)
+    finally:
+        for process in running.values():
+            process.kill()
+            process.wait()
+    assert idle["sleeps"] > 1.0
+    assert max(idle["computes"], idle["writes"]) < 1.0
+    assert idleness.seconds(running["sleeps"].pid) == 0.0, "gone: nothing is known of it"

@@ -8,10 +8,11 @@ connection of a worker ends that has not left ([Note: wills] in store_server.py)
 milliseconds of it, whatever they wait for and whichever host it was on, and need not ask.
 
 [Note: patience] How long is too long for a wait? A worker that is waited for may evaluate, save or compile for minutes,
-and from outside that looks as if it hangs. As long as its process is there and runs, only `timeout=` ends the wait. One
-that is dead, or whose host is cut off, is known from the store's connections, in milliseconds or some 8 s. One that is
-stopped (SIGSTOP) is found in /proc by the workers of its host; it is given eight times the longest wait or step that
-this worker has seen, and 10 s at least.
+and from outside that looks as if it hangs. As long as its process computes, reads or writes, only `timeout=` ends the
+wait. One that is dead, or whose host is cut off, is known from the store's connections, in milliseconds or some 8 s.
+One that is stopped (SIGSTOP), or that does nothing at all, is found in /proc by the workers of its host. It is given
+eight times the longest wait or step that this worker has seen, and 10 s at least, or 60 s where it is not stopped: it
+may sleep, or wait for a download.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 
 from paceline.comm.cause import CAUSE, SAID, Cause
 from paceline.comm.frames import split
-from paceline.comm.liveness import is_stopped
+from paceline.comm.liveness import Idleness, is_stopped
 from paceline.comm.store import Answer, Store, StoreLostError
 from paceline.comm.waiting import SLICE_S, EndedError
 from paceline.errors import MismatchError, PeerError, PeerTimeoutError, differ, plain, users_line
@@ -36,7 +37,7 @@ _GRACE_S = 2.0  # how long workers wait for each other's messages before they re
 _LAUNCHER_S = 1.0  # how long the launcher is given to say how a worker died
 _LOOK_S = 0.5  # how often a worker that waits looks what the others wait for
 _PATIENT_S = 5.0  # after this a wait is told of
-_STOPPED_S, _STOPPED_TIMES = 10.0, 8  # [Note: patience]
+_STOPPED_S, _IDLE_S, _TIMES = 10.0, 60.0, 8  # [Note: patience]
 _NEWS_S = 86400.0  # after which the request for news is made anew
 _SPARE_S = 60.0
 _LONG = 256  # characters of a text that is compared by its hash first
@@ -58,6 +59,7 @@ class StoreBoard:
         self._longest = 0.0  # seconds of a step, or of a wait that has ended well
         self._waiting_since: float | None = None
         self._told: set[str] = set()
+        self._idleness = Idleness()
 
     @property
     def step(self) -> int | None:
@@ -220,11 +222,29 @@ class StoreBoard:
         stopped = [r for r in silent if r in self.processes and is_stopped(self.processes[r])]
         if waited_s > _PATIENT_S and silent:
             self._tell_once(place, silent, stopped)
-        if waited_s > (self._patience_with_stopped() if stopped else self.timeout_s):
+        self._raise_for_idle(silent, stopped, place)
+        if waited_s > (self._patience(_STOPPED_S) if stopped else self.timeout_s):
             raise self._gave_up(self._too_long(waited_s, place, places, silent, stopped))
 
-    def _patience_with_stopped(self) -> float:
-        return min(self.timeout_s, max(_STOPPED_S, _STOPPED_TIMES * self._longest))
+    def _patience(self, least_s: float) -> float:
+        return min(self.timeout_s, max(least_s, _TIMES * self._longest))
+
+    def _raise_for_idle(self, silent: list[int], stopped: list[int], place: str) -> None:
+        """Give up a worker that is waited for and does nothing: [Note: patience]."""
+        for r in silent:
+            pid = self.processes.get(r)
+            if pid is None or r in stopped or (idle_s := self._idleness.seconds(pid)) < self._patience(_IDLE_S):
+                continue
+            raise self._gave_up(
+                PeerError(
+                    f"worker {r} does nothing{self.in_step}; it is waited for {place}",
+                    why=f"its process ({pid}) is there, and has neither computed nor read or written anything for "
+                    f"{idle_s:.0f} s",
+                    do=f"see where it hangs: py-spy dump --pid {pid} (a lock, a file system that does not answer, a "
+                    "request without a timeout)",
+                    worker=r,
+                )
+            )
 
     def _too_long(
         self, waited_s: float, place: str, places: Mapping[int, str], silent: list[int], stopped: list[int]
