@@ -134,8 +134,8 @@ def run(args: argparse.Namespace, model: Any, optimizer: Any, loader: Any, speed
             if not speed.began:
                 (dist.barrier if args.ddp else paceline.barrier)()
                 speed.began = time.monotonic()
-            steps = args.ddp or paceline.will_step(optimizer)
             cross_entropy(model(x), y).backward()
+            steps = args.ddp or paceline.will_step(optimizer)  # where rounds have a deadline, known by now
             optimizer.step()
             optimizer.zero_grad()
             passed = time.monotonic() - speed.began
