@@ -6,7 +6,7 @@ ROWS = [
     Mutant(
         "batches that were handed out are not counted",
         "data/loader.py",
-        "                self._handed += 1\n",
+        "                self._handed += not dealt.left\n",
         "",
         "unit/test_loader.py::test_a_state_taken_anywhere_goes_on_as_if_nothing_had_happened",
     ),
@@ -132,8 +132,8 @@ ROWS = [
     Mutant(
         "borrowed samples are in the ledger",
         "data/sources.py",
-        "            if own:\n                self.ledger.add(indices)\n",
-        "            self.ledger.add(indices)\n",
+        "        if own:\n            self.ledger.add(indices)\n",
+        "        self.ledger.add(indices)\n",
         "unit/test_loader.py::test_any_number_of_workers_walks_through_the_same_batches",
     ),
     Mutant(
@@ -146,8 +146,8 @@ ROWS = [
     Mutant(
         "the last batch is announced one early",
         "data/sources.py",
-        "len(order.batch(k)), k + 1 == order.total, indices.tolist()",
-        "len(order.batch(k)), k + 2 == order.total, indices.tolist()",
+        "last = k + 1 == order.total and not part.left",
+        "last = k + 2 == order.total and not part.left",
         "unit/test_loader.py::test_a_worker_whose_share_is_empty_borrows_a_sample_that_does_not_count",
     ),
     Mutant(

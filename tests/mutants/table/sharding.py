@@ -71,8 +71,8 @@ ROWS = [
     Mutant(
         "a state that was there before is not taken up",
         "sharding/sharded.py",
-        "        full_state.take(b, self.bucket_shards[b.index], ex.optimizer)\n\n    def _cut(",
-        "\n    def _cut(",
+        "        full_state.take(b, self.bucket_shards[b.index], ex.optimizer)\n        self._guard_state(ex)\n\n",
+        "        self._guard_state(ex)\n\n",
         "laws/test_zero.py::test_a_state_that_is_there_before_is_taken_up",
     ),
     Mutant(

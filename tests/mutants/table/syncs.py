@@ -34,15 +34,15 @@ ROWS = [
     Mutant(
         "fragments are all sent at once",
         "syncs/local_sgd.py",
-        "now = (ex.step + 1 + turn) % self.every",
-        "now = (ex.step + 1) % self.every",
+        "return (step + turn) % self.every",
+        "return step % self.every",
         "laws/test_local_sgd.py::test_fragments_take_turns_and_arrive_late",
     ),
     Mutant(
         "a worker's own weights are evaluated",
         "syncs/local_sgd.py",
-        'return self.state[b.index, "x"] if (b.index, "x") in self.state else b.weights()',
-        "return b.weights()",
+        "            return x\n        # All stand",
+        "            return b.weights()\n        # All stand",
         "laws/test_local_sgd.py::test_the_anchor_is_what_is_evaluated",
     ),
     Mutant(
@@ -167,8 +167,8 @@ ROWS = [
     Mutant(
         "gossip's turns go by steps and not by averages",
         "syncs/gossip.py",
-        "turn, comm = ex.step // self.every, ex.comm",
-        "turn, comm = ex.step, ex.comm",
+        "mixed(self.graph, ex.step // self.every, w, ex)",
+        "mixed(self.graph, ex.step, w, ex)",
         "laws/test_gossip.py laws/test_recorded.py",
     ),
     Mutant(
