@@ -371,4 +371,63 @@ ROWS = [
         "if False:",
         "laws/test_hogwild.py",
     ),
+    Mutant(
+        "a micro-batch is begun that ends after the deadline",
+        "syncs/any_batch.py",
+        "return elapsed + usual > self.deadline",
+        "return elapsed > self.deadline",
+        "laws/test_any_batch.py::test_any_batch_goes_by_its_formula "
+        "laws/test_any_batch.py::test_a_tuned_deadline_finds_the_batch_size",
+    ),
+    Mutant(
+        "a deadline jumps to what it should be",
+        "syncs/any_batch.py",
+        "(before + min(wanted, 2 * before)) / 2 if before else wanted",
+        "wanted",
+        "laws/test_any_batch.py::test_a_tuned_deadline_finds_the_batch_size "
+        "laws/test_any_batch.py::test_a_tuned_deadline_follows_a_worker_that_becomes_slow",
+    ),
+    Mutant(
+        "a worker with several micro-batches is said to be late",
+        "syncs/any_batch.py",
+        "late = [(seconds, rank) for seconds, rank in late if everyone[rank].batches == 1]",
+        "pass",
+        "laws/test_any_batch.py",
+    ),
+    Mutant(
+        "a distribution in shards is not refused",
+        "syncs/any_batch.py",
+        "        if Fact.WHOLE_PARAMETERS not in ex.facts:\n            _mirror.refuse(ex.optimizer, self.name)\n",
+        "",
+        "laws/test_any_batch.py",
+    ),
+    Mutant(
+        "the averages of a round all go one way",
+        "syncs/any_batch_gossip.py",
+        "ex.step * self.rounds + k",
+        "ex.step * self.rounds",
+        "laws/test_any_batch.py::test_the_averages_of_a_round_go_on_through_the_graph "
+        "laws/test_any_batch.py::test_the_gossip_form_goes_by_its_formula",
+    ),
+    Mutant(
+        "distributions step though the step was left out",
+        "syncs/_mirror.py",
+        "torch.where((p != x).any(), y, x)",
+        "y",
+        "laws/test_any_batch.py::test_a_step_that_is_left_out_leaves_the_simplex_alone",
+    ),
+    Mutant(
+        "what has underflowed never comes back",
+        "syncs/_mirror.py",
+        "-1).clamp_min(tiny)",
+        "-1)",
+        "laws/test_any_batch.py::test_the_entropic_map_is_the_exponentiated_gradient",
+    ),
+    Mutant(
+        "what the user wrote after an agreement is not evaluated",
+        "syncs/local_sgd.py",
+        "return x + await ex.exact(b.weights() - x)",
+        "return x",
+        "laws/test_local_sgd.py",
+    ),
 ]
