@@ -164,6 +164,21 @@ def test_without_backups_it_is_every_step_bit_for_bit(world_size):
     assert torch.equal(same(train(world_size, data(8), spec=spec)), same(train(world_size, data(8))))
 
 
+@pytest.mark.filterwarnings("ignore:paceline. .* got no gradient")
+def test_what_no_worker_used_has_no_gradient():
+    """With one of zero its weights would decay."""
+
+    def work(comm):
+        model = nn.ModuleDict({"used": nn.Linear(6, 3), "unused": nn.Linear(6, 3)})
+        before = weights(model["unused"])
+        opt = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+        rig = Rig(comm, model, opt, spec=Method(sync=BackupWorkers(backups=0)))
+        loop(data(3), model["used"], opt, rig.take)
+        return torch.equal(weights(model["unused"]), before)
+
+    assert threads.run(2, work) == [True, True]
+
+
 def free(world_size, steps, sync, batches=None, slow=0.0):
     """Nobody writes the order."""
 

@@ -358,6 +358,18 @@ def test_who_looks_at_what_the_optimizer_remembers_sees_the_update():
     equal(optimizer=adamw, end=end)
 
 
+def test_who_holds_what_the_optimizer_remembers_sees_the_update():
+    """Without asking the optimizer's state for it after the step."""
+
+    def step(one, model, opt, x, y):
+        cross_entropy(model(x), y).backward()
+        held = [opt.state[p]["exp_avg"] for p in model.parameters() if p in opt.state]
+        opt.step()
+        one.seen = torch.stack([x.sum() for x in held]) if held else None
+
+    equal(optimizer=adamw, step=step, end=lambda one, model, opt: one.seen)
+
+
 @pytest.mark.parametrize("look", ["eval", "agreed", "load"])
 def test_who_looks_sees_the_update(look):
     from paceline.core import consensus

@@ -19,6 +19,7 @@ from paceline.reducers.int8 import Int8
 from paceline.reducers.powersgd import PowerSGD
 from paceline.reducers.qsgd import QSGD
 from paceline.reducers.randomk import RandomK
+from paceline.reducers.sign import Sign
 from paceline.reducers.topk import TopK
 from paceline.syncs.sma import SMA
 from processes import run, values
@@ -168,6 +169,21 @@ def test_error_feedback_owes_the_centre_what_it_kept(world_size):
     start, _, _, z = results[0]
     assert any(kept.abs().max() > 1e-4 for _, _, kept, _ in results), "nothing was kept: the test shows nothing"
     close(z, start + sum(given - kept for _, given, kept, _ in results), tol=1e-5)
+
+
+def test_the_centre_has_no_padding():
+    """Or what an estimate leaves there would grow in it, and count in the scales of all later corrections."""
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        one = Rig(comm, model, opt, spec=Method(sync=SMA(), reducer=ErrorFeedback(of=Sign())))
+        loop(data(4), model, opt, one.take)
+        return [one.engine.method.sync.state[b.index, "z"][b.n :] for b in one.engine.buckets]
+
+    padding = torch.cat(threads.run(3, work)[0])
+    assert len(padding)
+    assert not padding.any()
 
 
 @pytest.mark.parametrize("make_reducer", [lambda: RandomK(ratio=0.2), lambda: QSGD(bits=2)])

@@ -43,16 +43,14 @@ ROWS = [
         "balances/_step_size.py",
         "return max(size.multiple / self.low, 1.0)",
         "return max(size.multiple, 1.0)",
-        "laws/test_step_size.py::test_learning_rate_rules",
+        "laws/test_step_size.py::test_a_step_counts_against_the_smallest",
     ),
     Mutant(
         "a large step is one step of the schedule",
         "balances/_step_size.py",
         "    def counts(self, size: StepSize) -> float:\n        return self._grown(size)",
         "    def counts(self, size: StepSize) -> float:\n        return 1.0",
-        "laws/test_step_size.py::test_will_step_and_scheduled_steps_follow "
-        "laws/test_step_size.py::test_learning_rate_rules "
-        "laws/test_step_size.py::test_the_batch_follows_the_noise_scale_within_its_bounds",
+        "laws/test_step_size.py::test_a_step_counts_against_the_smallest",
     ),
     Mutant(
         "windows share their norms",
@@ -81,7 +79,7 @@ ROWS = [
         "balances/adaptive_batch.py",
         " or size.multiple != m:",
         ":",
-        "laws/test_step_size.py::test_the_batch_follows_the_noise_scale_within_its_bounds",
+        "laws/test_step_size.py::test_an_epochs_short_last_step_changes_no_batch",
     ),
     Mutant(
         "a batch is halved as soon as it is above the noise scale",

@@ -16,8 +16,7 @@ ROWS = [
         "comm/frames.py",
         "    if at < len(body):\n        raise",
         "    if False:\n        raise",
-        "laws/test_store.py::test_any_bytes_are_a_frame_or_none_or_refused "
-        "laws/test_store.py::test_a_frame_is_read_as_it_was_written",
+        "laws/test_store.py::test_what_is_too_long_is_not_packed",
     ),
     Mutant(
         "a worker of another job is let in",
@@ -39,7 +38,7 @@ ROWS = [
         "comm/credentials.py",
         'return "" if self.terms or not self.job else "it does not say which job it belongs to"',
         'return ""',
-        "laws/test_store.py::test_a_stranger_is_refused_by_name_and_said_once",
+        "laws/test_store.py::test_who_names_no_job_is_refused_where_no_launcher_could_be_meant",
     ),
     Mutant(
         "a server without the secret is believed",

@@ -656,7 +656,7 @@ ROWS = [
         "            yield from (x for x in self.engine.optimizer.state.get(s.param, {}).values() "
         "if isinstance(x, Tensor))\n",
         "",
-        "laws/test_priority.py::test_who_looks_at_what_the_optimizer_remembers_sees_the_update",
+        "laws/test_priority.py::test_who_holds_what_the_optimizer_remembers_sees_the_update",
     ),
     Mutant(
         "a gradient arrives before the last update is made",

@@ -71,14 +71,14 @@ ROWS = [
         "syncs/post_local_sgd.py",
         'self.state["start"] = ex.step + 1',
         'self.state["start"] = ex.step',
-        "laws/test_local_sgd.py",
+        "laws/test_local_sgd.py::test_post_local_starts_at_the_first_drop_of_the_learning_rate",
     ),
     Mutant(
         "post_local_sgd compresses its first gradients",
         "syncs/post_local_sgd.py",
         "await ex.exact(b.flat)",
         "b.flat.copy_(await ex.mean(b, b.flat))",
-        "laws/test_local_sgd.py laws/test_recorded.py",
+        "laws/test_local_sgd.py::test_post_local_averages_its_first_gradients_exactly",
     ),
     Mutant(
         "slowmo's momentum is in units of weights",
@@ -127,7 +127,7 @@ ROWS = [
         "syncs/sma.py",
         "        total[b.n :] = 0.0  # a reducer's estimate may leave something in the padding behind the weights\n",
         "",
-        "laws/test_sma.py",
+        "laws/test_sma.py::test_the_centre_has_no_padding",
     ),
     Mutant(
         "sma applies an old sum again",
@@ -271,7 +271,7 @@ ROWS = [
         "                mean = view.to(s.param)\n"
         "                s.param.grad = mean.to_sparse(1) if s.sparse else mean\n",
         "            mean = view.to(s.param)\n            s.param.grad = mean.to_sparse(1) if s.sparse else mean\n",
-        "laws/test_backup_workers.py",
+        "laws/test_backup_workers.py::test_what_no_worker_used_has_no_gradient",
     ),
     Mutant(
         "delayed keeps one mean too few",
@@ -306,7 +306,7 @@ ROWS = [
         "syncs/delayed.py",
         "return sum(queued[1:], start=queued[0].clone()) if queued else None",
         "return queued[0].clone() if queued else None",
-        "laws/test_change.py laws/test_delayed.py",
+        "laws/test_change.py::test_what_a_method_kept_back_goes_into_the_next_ones_gradients",
     ),
     Mutant(
         "delayed steps before anything is old enough",
@@ -355,14 +355,14 @@ ROWS = [
         "syncs/parameter_server.py",
         "            self._open(ex).pass_over()\n            self._pull(ex)\n",
         "            self._open(ex).pass_over()\n",
-        "laws/test_parameter_server.py",
+        "laws/test_parameter_server.py::test_a_step_without_a_push_reads_the_weights_and_keeps_the_gradients",
     ),
     Mutant(
         "a push that is passed over takes the gradients away",
         "syncs/parameter_server.py",
         "        for p, grad in held:\n            p.grad = grad\n",
         "        pass\n",
-        "laws/test_parameter_server.py",
+        "laws/test_parameter_server.py::test_a_step_without_a_push_reads_the_weights_and_keeps_the_gradients",
     ),
     Mutant(
         "a parameter that has left the shared memory is not seen",
