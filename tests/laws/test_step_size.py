@@ -47,6 +47,7 @@ class Scripted(SizedStep):
 
     multiples: list[int] = field(default_factory=lambda: [1])
     rates: list[float] = field(default_factory=lambda: [1.0])
+    worth: float = 1.0  # steps of the schedule for each batch
 
     def _now(self, values):
         return values[min(self.state.get("made", 0), len(values) - 1)]
@@ -58,7 +59,7 @@ class Scripted(SizedStep):
         return self._now(self.rates)
 
     def counts(self, size):
-        return size.multiple
+        return size.multiple * self.worth
 
     def made(self, size):
         self.state["made"] = self.state.get("made", 0) + 1
@@ -463,6 +464,20 @@ def test_a_job_of_two_processes_that_is_resumed(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ one by one
+
+
+def test_what_is_over_of_a_scheduled_step_counts_in_a_later_one():
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        one = Rig(comm, model, opt, spec=scripted(worth=1.5))
+        seen = []
+        for batch in data(4):
+            loop([batch], model, opt, one.take)
+            seen.append(one.engine.sizes.scheduled)
+        return seen
+
+    assert threads.run(2, work) == [[1, 2, 1, 2]] * 2
 
 
 def test_adascale_multiplies_by_the_gain_of_its_paper():

@@ -426,6 +426,23 @@ def test_memory_is_bounded(served, monkeypatch):
     assert not waits[0].has_come
 
 
+def test_who_does_not_read_its_answers_is_closed(served, monkeypatch):
+    monkeypatch.setattr(store_server, "_MOST_UNREAD", 3 << 20)
+    one = served.connect()
+    one.set("k", bytes(1 << 20))
+    with served.address.connect(10.0) as sock:
+        challenge = parse(sock.recv(4096))[0].fields[0]
+        sock.sendall(served.credentials.hello(challenge, bytes(32), "worker 1"))
+        with contextlib.suppress(ConnectionError):
+            for i in range(40):
+                sock.sendall(pack(i, Code.GET, [frames.number(0), joined([b"k"])]))
+        one.set("k", b"the others are served meanwhile")
+        until = time.monotonic() + 10.0
+        while not served.said and time.monotonic() < until:
+            time.sleep(0.01)
+    assert "it does not read its answers" in served.said[0]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_of_the_host_is_refused():
     """Even where the folder and the socket are open to all."""

@@ -108,7 +108,7 @@ ROWS = [
         "comm/store_server.py",
         "if connection.unsent_bytes > _MOST_UNREAD:",
         "if False:",
-        "laws/test_store.py::test_memory_is_bounded",
+        "laws/test_store.py::test_who_does_not_read_its_answers_is_closed",
     ),
     Mutant(
         "a key that is not set is nothing that was expected",
@@ -133,5 +133,12 @@ ROWS = [
         '        self.lost = "this process was forked from the one that is connected"\n        self._sock.close()\n',
         '        self.lost = "this process was forked from the one that is connected"\n',
         "laws/test_store.py::test_a_fork_keeps_no_connection_open",
+    ),
+    Mutant(
+        "who does not read its answers stops the store",
+        "comm/store_server.py",
+        "            sock.setblocking(False)  #",
+        "            #",
+        "laws/test_store.py::test_who_does_not_read_its_answers_is_closed",
     ),
 ]

@@ -225,8 +225,7 @@ ROWS = [
         "data/dealing.py",
         "(self._pace[rank] + now - before) / 2 if before else float(now - before)",
         "float(now - before)",
-        "laws/test_any_batch.py::test_what_is_dealt_is_the_same_every_time "
-        "laws/test_any_batch.py::test_a_deal_ends_together",
+        "laws/test_any_batch.py::test_a_pace_is_that_of_several_rounds",
     ),
     Mutant(
         "a worker at its end weighs its last micro-batch again",
@@ -262,14 +261,6 @@ ROWS = [
         "data/micro_batches.py",
         "        self._patience *= 2\n",
         "",
-        "laws/test_micro_batches.py::test_a_larger_size_is_tried_again",
-    ),
-    Mutant(
-        "a batch cut by itself speaks for all",
-        "data/micro_batches.py",
-        "self._fits = self._fits or k > self._until",
-        "self._fits = True",
-        "laws/test_micro_batches.py::test_after_some_exceptions_all_batches_are_cut "
         "laws/test_micro_batches.py::test_a_larger_size_is_tried_again",
     ),
     Mutant(
@@ -312,7 +303,7 @@ ROWS = [
         "data/schedule.py",
         "        self._dealt = handed  #",
         "        #",
-        "unit/test_balances.py",
+        "unit/test_balances.py::test_what_has_been_dealt_out_stays",
     ),
     Mutant(
         "other speeds have the same number",
@@ -326,7 +317,7 @@ ROWS = [
         "data/schedule.py",
         "        self._version += len(self._entries)\n",
         "",
-        "unit/test_balances.py laws/test_balance.py::test_a_resumed_epoch_goes_on_with_its_shares",
+        "unit/test_balances.py::test_a_schedule_goes_on_where_it_was_saved",
     ),
     Mutant(
         "a schedule is saved as it counts here",

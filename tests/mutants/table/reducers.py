@@ -267,7 +267,8 @@ ROWS = [
         "reducers/accordion.py",
         "        total[b.n :] = 0.0\n",
         "",
-        "laws/test_accordion.py",
+        "laws/test_accordion.py::test_every_layer_goes_by_the_papers_rule "
+        "laws/test_accordion.py::test_layouts_change_nothing",
     ),
     Mutant(
         "each worker decides by a norm of its own",
