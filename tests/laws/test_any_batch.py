@@ -390,6 +390,16 @@ def test_a_tuned_deadline_finds_the_batch_size():
     assert len({w.rig.engine.method.sync.state["deadline"] for w in workers}) == 1
 
 
+def test_a_tuned_deadline_goes_half_the_way_and_at_most_doubles():
+    model = mlp()
+    engine = Rig(SingleComm(), model, sgd(model), spec=Method(sync=AnyBatch())).engine
+    sync, seen = engine.method.sync, []
+    for asked_for in (40.0, 40.0, 400.0, 20.0):  # of a worker that takes four samples a second
+        sync.learn([Finished(8.0, 2, 2.0, 2)], asked_for, engine.ex)
+        seen.append(sync.deadline)
+    assert seen == [0.0, 10.0, (10 + 20) / 2, (15 + 5) / 2]
+
+
 def test_a_tuned_deadline_follows_a_worker_that_becomes_slow():
     def work(comm):
         worker = hired(comm, DataLoader(samples(2400), batch_size=96), AnyBatch(micro=2), paces=[1.0, 1.0])
@@ -498,6 +508,26 @@ def test_a_step_that_is_left_out_leaves_the_simplex_alone():
     assert torch.equal(model.p, before)
     _mirror.apply(opt.step, opt)
     assert not torch.equal(model.p, before)
+
+
+def test_what_underflows_stays_above_zero():
+    """A weight of zero would be refused when the model is prepared again."""
+    p = _mirror._exponentiated(torch.tensor([0.5, 0.5]), torch.tensor([0.0, 500.0]), 1.0)
+    assert (p > 0).all()
+
+
+def test_a_distribution_in_shards_is_refused():
+    def work(comm):
+        model = mixture()
+        opt = mirrored(model)
+        rig = Rig(comm, model, opt, spec=Method(sync=AnyBatch(**DEADLINE), layout=method("zero1").layout))
+        for x, y in data(3):
+            x, y = rig.take(x.double(), y, last=True)
+            cross_entropy(model(x), y).backward()
+            opt.step()
+
+    with pytest.raises(MethodError, match="is entropic, and its parameters are sharded"):
+        threads.run(2, work)
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,22 @@ def test_the_anchor_is_what_is_evaluated():
     threads.run(2, work)
 
 
+def test_what_the_user_writes_after_an_agreement_is_evaluated():
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        rig = Rig(comm, model, opt, spec=Method(sync=LocalSGD(every=4)))
+        loop(data(4), model, opt, rig.take)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.clamp_(-0.1, 0.1)
+        clamped = weights(model)
+        with consensus_weights(rig.engine):
+            close(weights(model), clamped)
+
+    threads.run(2, work)
+
+
 def test_batch_norm_is_agreed_on_with_the_weights():
     make = built(lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
 

@@ -227,6 +227,18 @@ def test_in_a_window_all_its_batches_are_dealt_again(where):
     close(same(found), same(trained(2, accumulate=2, micro_batch=None)))
 
 
+def test_in_a_window_after_others_that_fitted_all_its_batches_are_cut():
+    def work(comm):
+        one = Job(comm, accumulate=2)
+        one.train(1)
+        one.model.most = 2
+        return one.train(1)
+
+    with warnings.catch_warnings(action="ignore"):
+        found = threads.run(2, work)
+    close(same(found), same(trained(2, accumulate=2, micro_batch=None)))
+
+
 def test_a_loss_scaler_moves_with_the_steps_that_count():
     def work(most):
         def run(comm):

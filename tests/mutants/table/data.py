@@ -275,7 +275,7 @@ ROWS = [
         "data/redeals.py",
         "self._first + self.accumulate - 1",
         "self._first",
-        "laws/test_micro_batches.py::test_in_a_window_all_its_batches_are_dealt_again",
+        "laws/test_micro_batches.py::test_in_a_window_after_others_that_fitted_all_its_batches_are_cut",
     ),
     Mutant(
         "shares that do not fit stay if others are no faster",

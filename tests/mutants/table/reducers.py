@@ -267,8 +267,7 @@ ROWS = [
         "reducers/accordion.py",
         "        total[b.n :] = 0.0\n",
         "",
-        "laws/test_accordion.py::test_every_layer_goes_by_the_papers_rule "
-        "laws/test_accordion.py::test_layouts_change_nothing",
+        "laws/test_accordion.py::test_a_norm_is_of_the_gradients_alone",
     ),
     Mutant(
         "each worker decides by a norm of its own",

@@ -384,8 +384,7 @@ ROWS = [
         "syncs/any_batch.py",
         "(before + min(wanted, 2 * before)) / 2 if before else wanted",
         "wanted",
-        "laws/test_any_batch.py::test_a_tuned_deadline_finds_the_batch_size "
-        "laws/test_any_batch.py::test_a_tuned_deadline_follows_a_worker_that_becomes_slow",
+        "laws/test_any_batch.py::test_a_tuned_deadline_goes_half_the_way_and_at_most_doubles",
     ),
     Mutant(
         "a worker with several micro-batches is said to be late",
@@ -399,7 +398,7 @@ ROWS = [
         "syncs/any_batch.py",
         "        if Fact.WHOLE_PARAMETERS not in ex.facts:\n            _mirror.refuse(ex.optimizer, self.name)\n",
         "",
-        "laws/test_any_batch.py",
+        "laws/test_any_batch.py::test_a_distribution_in_shards_is_refused",
     ),
     Mutant(
         "the averages of a round all go one way",
@@ -421,13 +420,13 @@ ROWS = [
         "syncs/_mirror.py",
         "-1).clamp_min(tiny)",
         "-1)",
-        "laws/test_any_batch.py::test_the_entropic_map_is_the_exponentiated_gradient",
+        "laws/test_any_batch.py::test_what_underflows_stays_above_zero",
     ),
     Mutant(
         "what the user wrote after an agreement is not evaluated",
         "syncs/local_sgd.py",
         "return x + await ex.exact(b.weights() - x)",
         "return x",
-        "laws/test_local_sgd.py",
+        "laws/test_local_sgd.py::test_what_the_user_writes_after_an_agreement_is_evaluated",
     ),
 ]
