@@ -104,6 +104,11 @@ def test_a_worker_of_half_speed():
     assert Measured().shares([Speed(1.0), Speed(1.0), Speed(0.1, 0.0, 2)], 5) == [2, 1, 2], "who is full is passed over"
 
 
+def test_the_last_samples_go_to_who_is_done_with_them_first():
+    """Fewer samples than workers, at the end of an epoch."""
+    assert Measured().shares([Speed(100.0), Speed(6.0), Speed(6.0), Speed(6.0)], 2) == [0, 1, 1, 0]
+
+
 def test_no_room_is_refused_by_name():
     with pytest.raises(DataError, match="worker 1 has room for 0 samples, and must take 1"):
         Measured().shares([Speed(), Speed(most=0)], 8)

@@ -22,7 +22,7 @@ ROWS = [
         "balances/measured.py",
         "[(speed.seconds(b + 1), rank)",
         "[(speed.seconds(b), rank)",
-        "unit/test_balances.py",
+        "unit/test_balances.py::test_the_last_samples_go_to_who_is_done_with_them_first",
     ),
     Mutant(
         "what a step costs is shared out too",
