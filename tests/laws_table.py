@@ -4,7 +4,8 @@ buckets.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from marks import slow
 from paceline import registry
 from paceline.core.bucket import Bucket
+from paceline.core.parts import Reduced, Reducer
 from paceline.core.pipeline import Pipeline
 from paceline.knobs import choices, kinds
 
@@ -84,3 +86,16 @@ def reduce(comm: Any, reducer: Any, b: Bucket, x: torch.Tensor) -> tuple[torch.T
     [reduced] = together(reducer.mean(b, x, comm))
     mean, left = reduced.mean.clone(), reduced.left()
     return mean, torch.zeros_like(mean) if left is None else left.clone()
+
+
+@dataclass(kw_only=True)
+class Messy(Reducer):
+    """Leaves something behind the gradients, as rounding to levels that have no zero does; and wants nothing there."""
+
+    name: ClassVar[str] = "messy"
+
+    async def mean(self, b, x, comm):
+        assert not x[b.n :].any(), "the padding is not zero"
+        mean = await comm.mean(x.clone())
+        mean[b.n :] = 7.0
+        return Reduced(mean)

@@ -143,6 +143,27 @@ def test_every_layer_goes_by_the_papers_rule(world_size, drop, layout):
     assert regimes == {"steady": f"CC---{end}", "restless": "CCCC-C", "bias": f"CC---{end}"}
 
 
+@dataclass(kw_only=True)
+class Dirty(Watched):
+    """Leaves much behind the gradients."""
+
+    name: ClassVar[str] = "dirty"
+
+    async def mean(self, b, x, comm):
+        reduced = await super().mean(b, x, comm)
+        assert b.flat.numel() > b.n
+        reduced.mean[b.n :] = 1e3
+        return reduced
+
+
+def test_a_norm_is_of_the_gradients_alone():
+    def work(comm, of):
+        _, engine = descend(comm, watched(of=ErrorFeedback(of=of(ratio=LOW))))
+        return inner(engine).seen
+
+    assert threads.run(2, lambda comm: work(comm, Dirty)) == threads.run(2, lambda comm: work(comm, Watched))
+
+
 def test_a_step_that_does_not_count_leaves_no_trace():
     def work(comm, spoilt):
         told = []

@@ -24,6 +24,7 @@ from paceline.comm.single import SingleComm
 from paceline.core.consensus import consensus_weights
 from paceline.core.engine import EngineOptions
 from paceline.core.facts import Fact
+from paceline.core.open_window import Finished
 from paceline.data.dealing import Deal
 from paceline.data.loader import Loader
 from paceline.errors import DataError, MethodError, UsageError
@@ -32,7 +33,7 @@ from paceline.syncs import _mirror
 from paceline.syncs.any_batch import AnyBatch
 from paceline.syncs.any_batch_gossip import AnyBatchGossip
 from paceline.syncs.gossip import mixing
-from rig import Rig, built, close, data, mlp, same, weights
+from rig import Rig, built, close, data, mlp, same, sgd, weights
 
 LR = 0.1
 PACES = [
@@ -287,6 +288,13 @@ def test_a_deal_ends_together(paces, ahead):
     assert count <= 500 / sum(paces) + 2 + ahead
 
 
+def test_a_pace_is_that_of_several_rounds():
+    deal = Deal(range(40), 2, 0)
+    deal.advance([6, 2])
+    deal.advance([8, 8])
+    assert [deal.rest(rank) for rank in (0, 1)] == [12, 12]
+
+
 def test_what_is_being_read_does_not_move():
     deal = Deal(range(40), 2, 5)
     deal.advance([1, 15])
@@ -382,6 +390,16 @@ def test_a_tuned_deadline_finds_the_batch_size():
     assert len({w.rig.engine.method.sync.state["deadline"] for w in workers}) == 1
 
 
+def test_a_tuned_deadline_goes_half_the_way_and_at_most_doubles():
+    model = mlp()
+    engine = Rig(SingleComm(), model, sgd(model), spec=Method(sync=AnyBatch())).engine
+    sync, seen = engine.method.sync, []
+    for asked_for in (40.0, 40.0, 400.0, 20.0):  # of a worker that takes four samples a second
+        sync.learn([Finished(8.0, 2, 2.0, 2)], asked_for, engine.ex)
+        seen.append(sync.deadline)
+    assert seen == [0.0, 10.0, (10 + 20) / 2, (15 + 5) / 2]
+
+
 def test_a_tuned_deadline_follows_a_worker_that_becomes_slow():
     def work(comm):
         worker = hired(comm, DataLoader(samples(2400), batch_size=96), AnyBatch(micro=2), paces=[1.0, 1.0])
@@ -405,6 +423,14 @@ def test_a_deadline_shorter_than_a_micro_batch_is_said_once(capsys):
     assert said.count("deadline_ms=900 is shorter than one micro-batch of worker 2 (2.1e+03 ms)") == 1
     assert all(len(done[2]) == 1 for done in rounds(workers)[:-2])
     close(same(trained(workers)), formula(rounds(workers), 60)[0], tol=1e-11)
+
+
+def test_a_worker_whose_last_micro_batch_took_longer_is_not_said_to_be_late(capsys):
+    everyone = [Finished(8.0, 2, 1.5, 2), Finished(8.0, 2, 0.9, 2)]
+    model = mlp()
+    engine = Rig(SingleComm(), model, sgd(model), spec=Method(sync=AnyBatch(deadline_ms=1000.0))).engine
+    engine.method.sync.learn(everyone, 16.0, engine.ex)
+    assert "late" not in capsys.readouterr().err
 
 
 def test_a_deadline_below_zero_is_refused():
@@ -482,6 +508,26 @@ def test_a_step_that_is_left_out_leaves_the_simplex_alone():
     assert torch.equal(model.p, before)
     _mirror.apply(opt.step, opt)
     assert not torch.equal(model.p, before)
+
+
+def test_what_underflows_stays_above_zero():
+    """A weight of zero would be refused when the model is prepared again."""
+    p = _mirror._exponentiated(torch.tensor([0.5, 0.5]), torch.tensor([0.0, 500.0]), 1.0)
+    assert (p > 0).all()
+
+
+def test_a_distribution_in_shards_is_refused():
+    def work(comm):
+        model = mixture()
+        opt = mirrored(model)
+        rig = Rig(comm, model, opt, spec=Method(sync=AnyBatch(**DEADLINE), layout=method("zero1").layout))
+        for x, y in data(3):
+            x, y = rig.take(x.double(), y, last=True)
+            cross_entropy(model(x), y).backward()
+            opt.step()
+
+    with pytest.raises(MethodError, match="is entropic, and its parameters are sharded"):
+        threads.run(2, work)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from paceline.method import Method, method
 from paceline.session.session import current
 from paceline.syncs._rounds import Rounds
 from paceline.syncs.backup_workers import BackupWorkers
-from rig import Rig, close, data, loop, mlp, same, sgd, train, weights
+from rig import Rig, built, close, data, loop, mlp, same, sgd, train, weights
 
 LAM = 0.7
 
@@ -162,6 +162,23 @@ def test_it_goes_as_the_play(world_size, backups, late):
 def test_without_backups_it_is_every_step_bit_for_bit(world_size):
     spec = Method(sync=BackupWorkers(backups=0))
     assert torch.equal(same(train(world_size, data(8), spec=spec)), same(train(world_size, data(8))))
+
+
+@pytest.mark.filterwarnings("ignore:paceline. .* got no gradient")
+def test_what_no_worker_used_has_no_gradient():
+    """With one of zero its weights would decay."""
+    make = built(lambda: nn.ModuleDict({"used": nn.Linear(6, 3), "unused": nn.Linear(6, 3)}))
+
+    def work(comm):
+        model = make()
+        before = weights(model["unused"])
+        opt = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+        rig = Rig(comm, model, opt, spec=Method(sync=BackupWorkers(backups=1)))
+        loop(data(3), model["used"], opt, rig.take)
+        with consensus_weights(rig.engine):
+            return torch.equal(weights(model["unused"]), before)
+
+    assert threads.run(2, work) == [True, True]
 
 
 def free(world_size, steps, sync, batches=None, slow=0.0):

@@ -207,14 +207,17 @@ def test_methods_change_between_steps(world_size):
     close(same(first), loop(data(3, seed=0), model, sgd(model)))
 
 
-def gone_by(comm, gradients, change_at, to=(("exact", {}),), then=lambda engine: None, scale=1.0):
-    """Where plain SGD at rate 1 ends: by topk until `change_at`, by other methods from there. then: what is done after
+EXACT, LOCAL, TOPK = ("exact", {}), ("local_sgd", {"every": 1}), ("topk", {"ratio": 0.05})
+
+
+def gone_by(comm, gradients, change_at, by=TOPK, to=(EXACT,), then=lambda engine: None, scale=1.0):
+    """Where plain SGD at rate 1 ends: by one method until `change_at`, by others from there. then: what is done after
     the change. scale: of the loss, by a GradScaler.
     """
     model = torch.nn.ParameterList([torch.zeros(100) for _ in range(3)])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale != 1.0)
-    engine = Rig(comm, model, optimizer, spec="topk", knobs={"ratio": 0.05}, scaler=scaler).engine
+    engine = Rig(comm, model, optimizer, spec=method(by[0], **by[1]), scaler=scaler).engine
     for t, g in enumerate(gradients):
         if t == change_at:
             for spec, knobs in to:
@@ -230,13 +233,13 @@ def gone_by(comm, gradients, change_at, to=(("exact", {}),), then=lambda engine:
 GRADIENTS = [torch.randn(2, 300, generator=torch.Generator().manual_seed(t)) for t in range(4)]
 
 
-EXACT, LOCAL, TOPK = ("exact", {}), ("local_sgd", {"every": 1}), ("topk", {"ratio": 0.05})
 CHANGES = {
     "exact": {},
     "local_sgd": {"to": [LOCAL]},
     "twice": {"to": [TOPK, EXACT]},
     "and other buckets": {"then": lambda engine: engine.recut(1 << 20)},
     "under a loss scale": {"scale": 256.0},
+    "two means": {"by": ("delayed", {"staleness": 2})},
 }
 
 

@@ -4,19 +4,16 @@ parameters, uneven data.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import threads
+from laws_table import Messy
 from marks import slow
 from paceline import registry
 from paceline.core.facts import Fact
-from paceline.core.parts import Reduced, Reducer
 from paceline.method import Method, method
 from rig import Rig, close, data, loop, mlp, same, weights
 
@@ -160,19 +157,6 @@ def test_a_worker_without_samples_changes_nothing(name):
         return same(run(3, name, work))
 
     assert torch.equal(idle(1.0), idle(-30.0))
-
-
-@dataclass(kw_only=True)
-class Messy(Reducer):
-    """Leaves something behind the gradients, as rounding to levels that have no zero does; for this test alone."""
-
-    name: ClassVar[str] = "messy"
-
-    async def mean(self, b, x, comm):
-        assert not x[b.n :].any(), "the padding is not zero"
-        mean = await comm.mean(x.clone())
-        mean[b.n :] = 7.0
-        return Reduced(mean)
 
 
 def test_the_padding_is_zero_when_it_leaves():

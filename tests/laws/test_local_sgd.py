@@ -160,6 +160,22 @@ def test_the_anchor_is_what_is_evaluated():
     threads.run(2, work)
 
 
+def test_what_the_user_writes_after_an_agreement_is_evaluated():
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        rig = Rig(comm, model, opt, spec=Method(sync=LocalSGD(every=4)))
+        loop(data(4), model, opt, rig.take)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.clamp_(-0.1, 0.1)
+        clamped = weights(model)
+        with consensus_weights(rig.engine):
+            close(weights(model), clamped)
+
+    threads.run(2, work)
+
+
 def test_batch_norm_is_agreed_on_with_the_weights():
     make = built(lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
 
@@ -180,12 +196,13 @@ def test_batch_norm_is_agreed_on_with_the_weights():
 # ---------------------------------------------------------------------------------------------------- post-local
 
 
-def test_post_local_starts_at_the_first_drop_of_the_learning_rate():
+@pytest.mark.parametrize("every", [100, 7])  # with 7 the step of the drop would end a stretch, had one begun
+def test_post_local_starts_at_the_first_drop_of_the_learning_rate(every):
     def work(comm):
         model = mlp()
         opt = sgd(model)
         schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda t: (t + 1) / 3 if t < 3 else 0.97**t if t < 6 else 0.1)
-        rig = Rig(comm, model, opt, spec=Method(sync=PostLocalSGD(every=100)))
+        rig = Rig(comm, model, opt, spec=Method(sync=PostLocalSGD(every=every)))
         together = []
         for batch in data(10):
             together.append(rig.engine.method.sync.due(rig.engine.ex.step))
@@ -195,6 +212,11 @@ def test_post_local_starts_at_the_first_drop_of_the_learning_rate():
 
     # A rate that rises or decays is no drop; the first step at the low one is still made together.
     assert threads.run(2, work) == [[True] * 7 + [False] * 3] * 2
+
+
+def test_post_local_averages_its_first_gradients_exactly():
+    spec = Method(sync=PostLocalSGD(start=9), reducer=ErrorFeedback(of=TopK(ratio=0.1)))
+    close(same(train(2, data(4), spec=spec)), alone(data(4)))
 
 
 # ---------------------------------------------------------------------------------------------------- streaming

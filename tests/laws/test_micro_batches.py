@@ -227,6 +227,18 @@ def test_in_a_window_all_its_batches_are_dealt_again(where):
     close(same(found), same(trained(2, accumulate=2, micro_batch=None)))
 
 
+def test_in_a_window_after_others_that_fitted_all_its_batches_are_cut():
+    def work(comm):
+        one = Job(comm, accumulate=2)
+        one.train(1)
+        one.model.most = 2
+        return one.train(1)
+
+    with warnings.catch_warnings(action="ignore"):
+        found = threads.run(2, work)
+    close(same(found), same(trained(2, accumulate=2, micro_batch=None)))
+
+
 def test_a_loss_scaler_moves_with_the_steps_that_count():
     def work(most):
         def run(comm):
@@ -287,9 +299,9 @@ def test_a_batch_of_longer_samples_is_cut_finer_by_itself():
 def test_a_larger_size_is_tried_again():
     size = MicroBatchSize("auto")
     assert size.too_large(0, 0, 16) == 8
-    assert [k for k in range(110) if size.fitted(k, whole=False)] == [99]
+    assert [k for k in range(110) if size.fitted(whole=False)] == [99]
     assert size.of(110) == 16
-    assert [k for k in range(110, 300) if size.fitted(k, whole=False)] == [299]
+    assert [k for k in range(110, 300) if size.fitted(whole=False)] == [299]
     assert size.of(300) == 32
     size.too_large(300, 300, 32)  # at once: it never fitted
     assert size.of(500) == 16
@@ -297,11 +309,11 @@ def test_a_larger_size_is_tried_again():
 
 def test_after_some_exceptions_all_batches_are_cut():
     size = MicroBatchSize("auto")
-    size.fitted(0, whole=True)
+    size.fitted(whole=True)
     for k in (5, 10, 15):
         size.too_large(k, k, 8)
         assert (size.of(k), size.of(k + 1)) == (4, None)
-        size.fitted(k, whole=False)
+        size.fitted(whole=False)
     size.too_large(20, 20, 8)
     assert size.of(20) == size.of(21) == 4
 

@@ -365,6 +365,28 @@ def test_a_gradient_that_is_not_finite_is_left_out_and_everybody_goes_on():
     assert same([w for w, _ in results]).isfinite().all()
 
 
+def test_a_step_without_a_push_reads_the_weights_and_keeps_the_gradients():
+    batches = data(4)
+    batches[2][0][4:8] = torch.nan  # worker 1's share
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        rig = Rig(comm, model, opt, spec=spec_of())
+        seen = []
+        for x, y in batches:
+            x, y = rig.take(x, y)
+            cross_entropy(model(x), y).backward()
+            opt.step()
+            assert all(p.grad is not None for p in model.parameters())
+            seen.append(weights(model))
+            opt.zero_grad()
+        return torch.stack(seen)
+
+    with pytest.warns(UserWarning, match="not finite"):
+        assert same(threads.run(3, work)).isfinite().all()
+
+
 class Partly(nn.Module):
     """A part that nobody uses beside one that is."""
 

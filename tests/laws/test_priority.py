@@ -106,8 +106,11 @@ def test_any_world(world_size):
     equal(world_size=world_size)
 
 
-def test_a_learning_rate_that_changes_before_the_update_is_made():
-    equal(scheduled=True)
+@pytest.mark.parametrize(
+    "optimizer", [sgd, lambda m: torch.optim.Adam(m.parameters(), lr=torch.tensor(1e-2), foreach=False)]
+)
+def test_a_learning_rate_that_changes_before_the_update_is_made(optimizer):
+    equal(scheduled=True, optimizer=optimizer)
 
 
 def test_zero_grad_at_the_start_of_the_loop():
@@ -356,6 +359,31 @@ def test_who_looks_at_what_the_optimizer_remembers_sees_the_update():
         return torch.cat([opt.state[p]["exp_avg"].flatten() for p in model.parameters()])
 
     equal(optimizer=adamw, end=end)
+
+
+def test_who_holds_what_the_optimizer_remembers_sees_the_update():
+    """Without asking the optimizer's state for it after the step."""
+
+    def step(one, model, opt, x, y):
+        cross_entropy(model(x), y).backward()
+        held = [opt.state[p]["exp_avg"] for p in model.parameters() if p in opt.state]
+        opt.step()
+        one.seen = torch.stack([x.sum() for x in held]) if held else None
+
+    equal(optimizer=adamw, step=step, end=lambda one, model, opt: one.seen)
+
+
+def test_a_mode_that_the_user_leaves_after_the_forward_is_the_one_that_ends():
+    """Modes leave torch's stack from the top, whichever they are."""
+
+    def step(one, model, opt, x, y):
+        with torch.device("cpu"):
+            loss = cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        one.seen = weights(model)
+
+    equal(step=step, end=lambda one, model, opt: one.seen)
 
 
 @pytest.mark.parametrize("look", ["eval", "agreed", "load"])

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import threads
+from paceline.core.consensus import consensus_weights
 from paceline.errors import MismatchError, UsageError
 from paceline.session.objects import Objects
 from rig import Rig, close, data, mlp, same, sgd, weights
@@ -178,18 +179,47 @@ def test_a_buffer_that_each_worker_writes_by_itself_is_named(spec, persistent):
         threads.run(2, work)
 
 
+def climb(one, batches):
+    """Write into the weights after each backward, without a step."""
+    for x, y in batches:
+        x, y = one.take(x, y)
+        cross_entropy(one.model(x), y).backward()
+        with torch.no_grad():
+            for p in one.model.parameters():
+                p -= 0.1 * p.grad
+                p.grad = None
+
+
 @pytest.mark.parametrize("spec", ["local_sgd", "gossip"])
 def test_weights_that_change_without_a_step_are_told(spec):
     def work(comm):
         model = mlp()
-        one = Rig(comm, model, sgd(model), spec=spec)
-        for x, y in data(30):
-            x, y = one.take(x, y)
-            cross_entropy(model(x), y).backward()
-            with torch.no_grad():
-                for p in model.parameters():
-                    p -= 0.1 * p.grad
-                    p.grad = None
+        climb(Rig(comm, model, sgd(model), spec=spec), data(30))
 
     with pytest.raises(UsageError, match=r"step\(\) of the prepared optimizer was not called"):
         threads.run(2, work)
+
+
+def test_they_are_told_where_the_workers_were_to_agree():
+    def work(comm):
+        model = mlp()
+        one = Rig(comm, model, sgd(model), spec="local_sgd")
+        climb(one, data(6))
+        with consensus_weights(one.engine):
+            pass
+
+    with pytest.raises(UsageError, match=r"step\(\) of the prepared optimizer was not called"):
+        threads.run(2, work)
+
+
+def test_climbs_before_a_step_are_not_and_neither_are_loops_that_lose_nothing():
+    def work(comm, spec, climbs, steps):
+        model = mlp()
+        one = Rig(comm, model, sgd(model), spec=spec)
+        for _ in range(steps):
+            climb(one, data(climbs))
+            one.optimizer.step()
+            one.optimizer.zero_grad()
+
+    threads.run(2, lambda comm: work(comm, "local_sgd", 8, 4))
+    threads.run(2, lambda comm: work(comm, "exact", 30, 1))

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import threads
-from laws_table import on_every_world
+from laws_table import Messy, on_every_world
 from marks import slow
 from paceline.core.consensus import consensus_weights
 from paceline.errors import MethodError, MismatchError, PeerError, PeerTimeoutError
@@ -168,6 +168,13 @@ def test_error_feedback_owes_the_centre_what_it_kept(world_size):
     start, _, _, z = results[0]
     assert any(kept.abs().max() > 1e-4 for _, _, kept, _ in results), "nothing was kept: the test shows nothing"
     close(z, start + sum(given - kept for _, given, kept, _ in results), tol=1e-5)
+
+
+def test_the_centre_has_no_padding():
+    """Or what an estimate leaves there would grow in it, and count in the scales of all later corrections."""
+    batches = data(4)
+    results = threads.run(3, work_by(lambda: Method(sync=SMA(), reducer=Messy()), batches))
+    compare(results, simulate(3, batches, sgd))
 
 
 @pytest.mark.parametrize("make_reducer", [lambda: RandomK(ratio=0.2), lambda: QSGD(bits=2)])

@@ -47,6 +47,7 @@ class Scripted(SizedStep):
 
     multiples: list[int] = field(default_factory=lambda: [1])
     rates: list[float] = field(default_factory=lambda: [1.0])
+    worth: float = 1.0  # steps of the schedule for each batch
 
     def _now(self, values):
         return values[min(self.state.get("made", 0), len(values) - 1)]
@@ -58,7 +59,7 @@ class Scripted(SizedStep):
         return self._now(self.rates)
 
     def counts(self, size):
-        return size.multiple
+        return size.multiple * self.worth
 
     def made(self, size):
         self.state["made"] = self.state.get("made", 0) + 1
@@ -465,6 +466,20 @@ def test_a_job_of_two_processes_that_is_resumed(tmp_path):
 # ------------------------------------------------------------------------------------------------ one by one
 
 
+def test_what_is_over_of_a_scheduled_step_counts_in_a_later_one():
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        one = Rig(comm, model, opt, spec=scripted(worth=1.5))
+        seen = []
+        for batch in data(4):
+            loop([batch], model, opt, one.take)
+            seen.append(one.engine.sizes.scheduled)
+        return seen
+
+    assert threads.run(2, work) == [[1, 2, 1, 2]] * 2
+
+
 def test_adascale_multiplies_by_the_gain_of_its_paper():
     _, [rig, _] = run(2, data(9), spec=method("adascale", every=1))
     balance = rig.engine.method.balance
@@ -472,13 +487,14 @@ def test_adascale_multiplies_by_the_gain_of_its_paper():
     want = (trace / 6 + square) / (trace / 12 + square)
     size = rig.engine.sizes._size()
     assert balance.rate(size) == pytest.approx(want)
+    assert balance.counts(size) == balance.rate(size)
     assert 1.0 < want <= 2.0
     assert balance.rate(size._replace(samples=6.0, units=1)) == pytest.approx(1.0)
 
 
-def noisy(scale, batch=12.0):
+def noisy(scale, low=1):
     """An adaptive batch that has heard this noise scale often enough."""
-    balance = method("adaptive_batch", high=6, hold=2, lr_rule="linear").copy().balance
+    balance = method("adaptive_batch", low=low, high=6, hold=2, lr_rule="linear").copy().balance
     hear(balance, scale)
     return balance
 
@@ -508,6 +524,16 @@ def test_the_batch_follows_the_noise_scale_within_its_bounds():
     assert steps(balance, 9) == 3
     hear(balance, 0.001)
     assert steps(balance, 9) == 1
+    assert steps(noisy(0.001, low=3), 9) == 3, "the lower bound itself"
+
+
+def test_an_epochs_short_last_step_changes_no_batch():
+    balance = noisy(12.0 * 4.5)
+    assert steps(balance, 9) == 4
+    for _ in range(3):
+        balance.made(StepSize(multiple=1, samples=12.0, units=2, rate=0.1))
+        balance.state.commit()
+    assert balance.multiple() == 4
 
 
 @pytest.mark.parametrize("rule", ["none", "sqrt", "linear", "adascale"])
@@ -518,6 +544,14 @@ def test_learning_rate_rules(rule):
     want = {"none": 1.0, "sqrt": 2.0, "linear": 4.0, "adascale": 4 * (36 + 12) / (36 + 48)}[rule]
     assert balance.rate(size) == pytest.approx(want)
     assert balance.rate(size._replace(multiple=1, samples=12.0)) == 1.0
+
+
+def test_a_step_counts_against_the_smallest():
+    balance = method("adaptive_batch", low=2, lr_rule="linear").copy().balance
+    size = StepSize(multiple=6, samples=72.0, units=12, rate=0.1)
+    assert balance.rate(size) == balance.counts(size) == 3.0
+    short = size._replace(multiple=1, samples=12.0)  # the last of an epoch
+    assert balance.rate(short) == balance.counts(short) == 1.0
 
 
 def told(balance, norms, window=4, rate=lambda step: 0.1):
@@ -539,7 +573,7 @@ def accordion(**knobs):
 
 def test_small_batches_until_the_norm_rests():
     """|8 − 4|/8 is critical, |4 − 3|/4 is not; and then the batch only grows."""
-    assert told(accordion(), [8.0, 4.0, 3.0, 30.0]) == [1] * 12 + [8] * 4
+    assert told(accordion(), [8.0, 4.0, 3.0, 30.0, 3.0]) == [1] * 12 + [8] * 8
     assert told(accordion(threshold=0.2), [8.0, 4.0, 3.0, 2.7, 2.7]) == [1] * 16 + [8] * 4
 
 

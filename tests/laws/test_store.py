@@ -120,6 +120,10 @@ def test_what_is_too_long_is_not_packed():
         parse(pack(0, Code.SET, [bytes(1000)]), longest=999)
     with pytest.raises(FrameError, match="more than"):
         split(bytes(4 * (1 << 17)))
+    one_of_two = bytearray(pack(0, Code.SET, [b"key", b"value"]))
+    one_of_two[9] = 1
+    with pytest.raises(FrameError, match="behind the last field"):
+        parse(one_of_two)
     assert frames.LONGEST_GREETING < frames.LONGEST
 
 
@@ -291,6 +295,13 @@ def test_a_stranger_is_refused_by_name_and_said_once(served, shown, words):
     assert words in served.said[0]
 
 
+def test_who_names_no_job_is_refused_where_no_launcher_could_be_meant(tmp_path):
+    one = Served(StoreAddress(str(tmp_path / "s")), Credentials.new(SECRET))
+    with pytest.raises(MismatchError, match="does not say which job"):
+        one.connect(job="")
+    one.close()
+
+
 def test_a_launcher_that_was_asked_for_the_same_is_told_the_job(served):
     assert served.connect(job="", terms=TERMS).connection.told["job"] == served.credentials.job
 
@@ -407,10 +418,29 @@ def test_memory_is_bounded(served, monkeypatch):
         one.set("b", bytes(200))
     one.set("a", bytes(100))
     one.set("b", bytes(200))
-    waits = [one.when_any(["never"], 60.0) for _ in range(4)]
+    assert one.delete("a", "b") == 2
+    one.set("a", bytes(900))
+    waits = [one.when_any(["never"], 5.0) for _ in range(4)]
     with pytest.raises(StoreLostError, match="wait already"):
         waits[3].fields()
     assert not waits[0].has_come
+
+
+def test_who_does_not_read_its_answers_is_closed(served, monkeypatch):
+    monkeypatch.setattr(store_server, "_MOST_UNREAD", 3 << 20)
+    one = served.connect()
+    one.set("k", bytes(1 << 20))
+    with served.address.connect(10.0) as sock:
+        challenge = parse(sock.recv(4096))[0].fields[0]
+        sock.sendall(served.credentials.hello(challenge, bytes(32), "worker 1"))
+        with contextlib.suppress(ConnectionError):
+            for i in range(40):
+                sock.sendall(pack(i, Code.GET, [frames.number(0), joined([b"k"])]))
+        one.set("k", b"the others are served meanwhile")
+        until = time.monotonic() + 10.0
+        while not served.said and time.monotonic() < until:
+            time.sleep(0.01)
+    assert "it does not read its answers" in served.said[0]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

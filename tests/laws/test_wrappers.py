@@ -84,6 +84,7 @@ def test_whole_numbers_and_choices_take_legal_values():
     assert scheduled([0, 2, 4, 6, 8], of=PowerSGD(rank=4), schedule="rank", start=1) == [1, 1, 2, 3, 4]
     assert scheduled([0, 7, 8], of=PowerSGD(rank=32), schedule="rank", start=8, stages=1) == [8, 8, 32]
     assert scheduled([0, 2, 4, 6, 8], of=QSGD(bits=2), schedule="bits") == [8, 4, 4, 2, 2]
+    assert scheduled([0], of=QSGD(bits=2), schedule="bits", start=5.8) == [8], "nearest by factor: 8/5.8 < 5.8/4"
 
 
 @pytest.mark.parametrize(

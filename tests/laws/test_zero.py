@@ -462,6 +462,29 @@ def test_sharing_it_out_anew_changes_no_bit(stage):
         assert all(torch.equal(now[0][key], value) for key, value in first[0].items())
 
 
+def test_the_step_count_of_a_parameter_without_dimensions_stays_a_number():
+    """Its shape is that of the count, which must not become an element in the parameter's type."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def work(comm):
+        model = Scaled()
+        opt = adamw(model)
+        one = Rig(comm, model, opt, spec="zero1")
+        for _ in range(2):
+            (model.scale * (1.0 + comm.rank)).backward()
+            opt.step()
+            opt.zero_grad()
+            opt.load_state_dict(opt.state_dict())
+        return opt.state_dict()["state"][0]["step"], one.engine.ex.step
+
+    for count, made in threads.run(2, work):
+        assert (count.dtype, count.shape, float(count), made) == (torch.float32, (), 2.0, 2)
+
+
 def test_a_state_that_is_there_before_is_taken_up():
     """Loaded, or made by an optimizer's constructor, before `prepare`."""
     model, state = saved(2, "replicated")[0]

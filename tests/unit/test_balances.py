@@ -104,6 +104,11 @@ def test_a_worker_of_half_speed():
     assert Measured().shares([Speed(1.0), Speed(1.0), Speed(0.1, 0.0, 2)], 5) == [2, 1, 2], "who is full is passed over"
 
 
+def test_the_last_samples_go_to_who_is_done_with_them_first():
+    """Fewer samples than workers, at the end of an epoch."""
+    assert Measured().shares([Speed(100.0), Speed(6.0), Speed(6.0), Speed(6.0)], 2) == [0, 1, 1, 0]
+
+
 def test_no_room_is_refused_by_name():
     with pytest.raises(DataError, match="worker 1 has room for 0 samples, and must take 1"):
         Measured().shares([Speed(), Speed(most=0)], 8)
@@ -185,7 +190,8 @@ def test_what_has_been_dealt_out_stays():
     schedule.of(5)
     with pytest.raises(AssertionError, match="batch 5 has been dealt out"):
         schedule.change(2, 5, FAST)
-    schedule.change(2, 6, FAST)
+    schedule.begin(2, 0)  # another loop, for which nothing has been dealt out beyond what was handed out
+    schedule.change(2, 3, FAST)
 
 
 def test_a_schedule_goes_on_where_it_was_saved():
@@ -195,7 +201,9 @@ def test_a_schedule_goes_on_where_it_was_saved():
     saved = json.loads(json.dumps(plain({"loader": schedule.save(5)})))["loader"]
     later = Schedule()
     later.begin(2, 0)
+    before = later.of(0)[0]
     later.load(checked(saved)[0], 2)
+    assert later.of(0)[0] != before, "what was shared out by the number of the old speeds must not be taken for theirs"
     assert later.save(2) == saved
     assert [later.of(k)[1] for k in range(6)] == [(), FAST, FAST, FAST, SLOW, SLOW]
     assert schedule.save(6) == [[0, [[1.0, 0.0, None], [2.0, 0.0, None]]], [3, [[3.0, 0.0, None], [1.0, 0.5, 7]]]]

@@ -171,6 +171,7 @@ class StoreServer:
                 self._close(next(iter(self._strangers), None), "it did not say who it is")
                 time.sleep(_PAUSE_S)
                 return
+            sock.setblocking(False)  # it is not by itself: who does not read its answers would stop this thread
             connection = _Connection(sock, str(address[0]) if isinstance(address, tuple) else "this host")
             if len(self._known) >= _MOST_CONNECTIONS or not same_user(sock):
                 self._tell(connection, "it is another user's process" if len(self._known) < _MOST_CONNECTIONS else "")

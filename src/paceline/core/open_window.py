@@ -41,7 +41,7 @@ class OpenWindow(Window):
         super().__init__(group, sys.maxsize, summed=summed)
         self.closes, self.clock = closes, clock
         self.learnt = 0.0  # the samples of all workers in this round, once they are known
-        self._samples, self._batches = 0.0, 0
+        self._samples, self._computed_batches = 0.0, 0  # of this round
         self._began: float | None = None
         self._seconds, self._looks = 0.0, 0  # since the round began; micro-batches finished in them
         self._closing = False
@@ -80,12 +80,12 @@ class OpenWindow(Window):
         super().count()
         if self._just_counted:
             self._samples += self._weight()
-            self._batches += 1
+            self._computed_batches += 1
 
     def uncount(self) -> None:
         if self._just_counted:
             self._samples -= self._weight()
-            self._batches -= 1
+            self._computed_batches -= 1
         super().uncount()
 
     def ends(self) -> bool:
@@ -103,7 +103,7 @@ class OpenWindow(Window):
 
     def finished(self) -> Finished:
         """What this worker tells the others."""
-        return Finished(self._samples, self._batches, self._seconds, self.batch.number if self.batch else 0)
+        return Finished(self._samples, self._computed_batches, self._seconds, self.batch.number if self.batch else 0)
 
     def learn(self, everyone: Sequence[Finished]) -> None:
         """All workers have said what they have finished."""
@@ -120,7 +120,7 @@ class OpenWindow(Window):
 
     def over(self) -> None:
         super().over()
-        self._samples, self._batches, self.learnt, self._looks = 0.0, 0, 0.0, 0
+        self._samples, self._computed_batches, self.learnt, self._looks = 0.0, 0, 0.0, 0
         self._closing = self._asked = False
         self._began = None
 

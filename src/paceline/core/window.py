@@ -227,10 +227,6 @@ class Window:
             return 1.0
         return self._totals[0] / sum(self._totals)
 
-    def passed(self) -> None:
-        """The user has called step() in the middle of the window."""
-        self.micro += 1
-
     def close(self) -> None:
         """The sum has been brought to scale: what a further backward of this batch adds must be at scale too."""
         self.scale *= self.factor()

@@ -84,9 +84,9 @@ class MicroBatchSize:
             self.most, self._until, self._fits, self._exceptions = smaller, -1, False, 0
         return smaller
 
-    def fitted(self, k: int, *, whole: bool) -> bool:
-        """A step that began with batch k has gone well. whole: in one part. Gives: is another size tried now?"""
-        self._fits = self._fits or k > self._until
+    def fitted(self, *, whole: bool) -> bool:
+        """A step has gone well. whole: in one part. Gives: is another size tried now?"""
+        self._fits = True
         self._calm += 1
         if not self.adapts or self._calm < self._patience:
             return False

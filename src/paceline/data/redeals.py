@@ -97,7 +97,7 @@ class Redeals:
             found = self.size.of(first)
             print(f"paceline: micro-batches of at most {found} samples: {self._why}", file=sys.stderr, flush=True)
         self._why = ""
-        if not self.size.fitted(first, whole=self._whole):
+        if not self.size.fitted(whole=self._whole):
             return False
         assert self.size.most is not None
         self._why = "a larger size is tried again"

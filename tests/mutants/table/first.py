@@ -20,8 +20,8 @@ ROWS = [
     Mutant(
         "the vote is blind to the count of backwards",
         "core/engine.py",
-        "return Place(self.ex.step, self._backwards, self.window.number",
-        "return Place(self.ex.step, 0, self.window.number",
+        "return Place(self.ex.step, alike * self._backwards,",
+        "return Place(self.ex.step, 0,",
         "laws/test_engine.py::test_gradients_thrown_away_by_one_worker_alone_are_named",
     ),
     Mutant(

@@ -34,15 +34,15 @@ ROWS = [
     Mutant(
         "fragments are all sent at once",
         "syncs/local_sgd.py",
-        "now = (ex.step + 1 + turn) % self.every",
-        "now = (ex.step + 1) % self.every",
+        "return (step + turn) % self.every",
+        "return step % self.every",
         "laws/test_local_sgd.py::test_fragments_take_turns_and_arrive_late",
     ),
     Mutant(
         "a worker's own weights are evaluated",
         "syncs/local_sgd.py",
-        'return self.state[b.index, "x"] if (b.index, "x") in self.state else b.weights()',
-        "return b.weights()",
+        "            return x\n        # All stand",
+        "            return b.weights()\n        # All stand",
         "laws/test_local_sgd.py::test_the_anchor_is_what_is_evaluated",
     ),
     Mutant(
@@ -71,14 +71,14 @@ ROWS = [
         "syncs/post_local_sgd.py",
         'self.state["start"] = ex.step + 1',
         'self.state["start"] = ex.step',
-        "laws/test_local_sgd.py",
+        "laws/test_local_sgd.py::test_post_local_starts_at_the_first_drop_of_the_learning_rate",
     ),
     Mutant(
         "post_local_sgd compresses its first gradients",
         "syncs/post_local_sgd.py",
         "await ex.exact(b.flat)",
         "b.flat.copy_(await ex.mean(b, b.flat))",
-        "laws/test_local_sgd.py laws/test_recorded.py",
+        "laws/test_local_sgd.py::test_post_local_averages_its_first_gradients_exactly",
     ),
     Mutant(
         "slowmo's momentum is in units of weights",
@@ -127,7 +127,7 @@ ROWS = [
         "syncs/sma.py",
         "        total[b.n :] = 0.0  # a reducer's estimate may leave something in the padding behind the weights\n",
         "",
-        "laws/test_sma.py",
+        "laws/test_sma.py::test_the_centre_has_no_padding",
     ),
     Mutant(
         "sma applies an old sum again",
@@ -167,8 +167,8 @@ ROWS = [
     Mutant(
         "gossip's turns go by steps and not by averages",
         "syncs/gossip.py",
-        "turn, comm = ex.step // self.every, ex.comm",
-        "turn, comm = ex.step, ex.comm",
+        "mixed(self.graph, ex.step // self.every, w, ex)",
+        "mixed(self.graph, ex.step, w, ex)",
         "laws/test_gossip.py laws/test_recorded.py",
     ),
     Mutant(
@@ -271,7 +271,7 @@ ROWS = [
         "                mean = view.to(s.param)\n"
         "                s.param.grad = mean.to_sparse(1) if s.sparse else mean\n",
         "            mean = view.to(s.param)\n            s.param.grad = mean.to_sparse(1) if s.sparse else mean\n",
-        "laws/test_backup_workers.py",
+        "laws/test_backup_workers.py::test_what_no_worker_used_has_no_gradient",
     ),
     Mutant(
         "delayed keeps one mean too few",
@@ -306,7 +306,7 @@ ROWS = [
         "syncs/delayed.py",
         "return sum(queued[1:], start=queued[0].clone()) if queued else None",
         "return queued[0].clone() if queued else None",
-        "laws/test_change.py laws/test_delayed.py",
+        "laws/test_change.py::test_what_a_method_kept_back_goes_into_the_next_ones_gradients",
     ),
     Mutant(
         "delayed steps before anything is old enough",
@@ -355,14 +355,14 @@ ROWS = [
         "syncs/parameter_server.py",
         "            self._open(ex).pass_over()\n            self._pull(ex)\n",
         "            self._open(ex).pass_over()\n",
-        "laws/test_parameter_server.py",
+        "laws/test_parameter_server.py::test_a_step_without_a_push_reads_the_weights_and_keeps_the_gradients",
     ),
     Mutant(
         "a push that is passed over takes the gradients away",
         "syncs/parameter_server.py",
         "        for p, grad in held:\n            p.grad = grad\n",
         "        pass\n",
-        "laws/test_parameter_server.py",
+        "laws/test_parameter_server.py::test_a_step_without_a_push_reads_the_weights_and_keeps_the_gradients",
     ),
     Mutant(
         "a parameter that has left the shared memory is not seen",
@@ -370,5 +370,63 @@ ROWS = [
         "if s.param.data_ptr() != home:",
         "if False:",
         "laws/test_hogwild.py",
+    ),
+    Mutant(
+        "a micro-batch is begun that ends after the deadline",
+        "syncs/any_batch.py",
+        "return elapsed + usual > self.deadline",
+        "return elapsed > self.deadline",
+        "laws/test_any_batch.py::test_any_batch_goes_by_its_formula "
+        "laws/test_any_batch.py::test_a_tuned_deadline_finds_the_batch_size",
+    ),
+    Mutant(
+        "a deadline jumps to what it should be",
+        "syncs/any_batch.py",
+        "(before + min(wanted, 2 * before)) / 2 if before else wanted",
+        "wanted",
+        "laws/test_any_batch.py::test_a_tuned_deadline_goes_half_the_way_and_at_most_doubles",
+    ),
+    Mutant(
+        "a worker with several micro-batches is said to be late",
+        "syncs/any_batch.py",
+        "late = [(seconds, rank) for seconds, rank in late if everyone[rank].batches == 1]",
+        "pass",
+        "laws/test_any_batch.py::test_a_worker_whose_last_micro_batch_took_longer_is_not_said_to_be_late",
+    ),
+    Mutant(
+        "a distribution in shards is not refused",
+        "syncs/any_batch.py",
+        "        if Fact.WHOLE_PARAMETERS not in ex.facts:\n            _mirror.refuse(ex.optimizer, self.name)\n",
+        "",
+        "laws/test_any_batch.py::test_a_distribution_in_shards_is_refused",
+    ),
+    Mutant(
+        "the averages of a round all go one way",
+        "syncs/any_batch_gossip.py",
+        "ex.step * self.rounds + k",
+        "ex.step * self.rounds",
+        "laws/test_any_batch.py::test_the_averages_of_a_round_go_on_through_the_graph "
+        "laws/test_any_batch.py::test_the_gossip_form_goes_by_its_formula",
+    ),
+    Mutant(
+        "distributions step though the step was left out",
+        "syncs/_mirror.py",
+        "torch.where((p != x).any(), y, x)",
+        "y",
+        "laws/test_any_batch.py::test_a_step_that_is_left_out_leaves_the_simplex_alone",
+    ),
+    Mutant(
+        "what has underflowed never comes back",
+        "syncs/_mirror.py",
+        "-1).clamp_min(tiny)",
+        "-1)",
+        "laws/test_any_batch.py::test_what_underflows_stays_above_zero",
+    ),
+    Mutant(
+        "what the user wrote after an agreement is not evaluated",
+        "syncs/local_sgd.py",
+        "return x + await ex.exact(b.weights() - x)",
+        "return x",
+        "laws/test_local_sgd.py::test_what_the_user_writes_after_an_agreement_is_evaluated",
     ),
 ]
