@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from paceline.core.facts import Fact
 from paceline.core.parts import Sync
 from paceline.core.vote import finite
-from paceline.errors import MethodError
+from paceline.errors import MethodError, UsageError
 from paceline.knobs import knob
 from paceline.registry import register
 from paceline.server.client import ServerClient
@@ -74,7 +74,11 @@ class ParameterServer(Sync):
     def due(self, step: int) -> bool:
         return False
 
+    def meets(self, step: int) -> bool:
+        return self.consistency == "sequential"
+
     def apply(self, step: Callable[[], Any], ex: Exchange) -> Any:
+        self._refuse_written()
         if not finite(p for group in ex.optimizer.param_groups for p in group["params"]):
             result = _hidden(step, ex.optimizer)
             self._open(ex).pass_over()
@@ -108,11 +112,22 @@ class ParameterServer(Sync):
         self._client.ranges.check(ex)
         return self._client
 
+    def _refuse_written(self) -> None:
+        """Refuse weights that were written since they were pulled: the next pull would overwrite them."""
+        if self._client is not None and (name := self._client.ranges.changed()):
+            raise UsageError(
+                f"{self.name}: the weights of {name} were written at the worker after the last step",
+                why="the servers hold the weights: what is written at a worker is lost when they are pulled again",
+                do="do it before the first step, or in the loss, or use a method whose workers hold their weights "
+                "(exact, local_sgd)",
+            )
+
     async def centre(self, b: Bucket, ex: Exchange) -> Tensor:
         return b.weights()  # `settle` has made them equal on all workers
 
     def settle(self, ex: Exchange) -> None:
         """Wait until all have pushed and read the same weights; worker 0 keeps the servers' state for a checkpoint."""
+        self._refuse_written()
         ex.comm.sum(torch.zeros(1)).wait()
         if self._client is not None:
             self._pull(ex, settles=True)
