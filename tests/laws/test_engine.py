@@ -317,8 +317,10 @@ def test_workers_that_reach_different_optimizers_and_leave_out_parameters_do_not
     same(threads.run(2, work, timeout_s=10))
 
 
-def test_frozen_and_thawed_on_the_way():
-    batches = data(9)
+@pytest.mark.parametrize("size", [12, 11])
+def test_frozen_and_thawed_on_the_way(size):
+    """size: of the batches from the fourth on, in which a layer is frozen; some are not shared equally."""
+    batches = data(3) + data(6, size=size)
 
     def loop(model, opt, take):
         for i, (x, y) in enumerate(batches):

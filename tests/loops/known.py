@@ -5,9 +5,13 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 KNOWN: dict[tuple[str, str], str] = {
-    ("batch_norm", "measured"): "each worker normalizes by its own samples, and shares are no halves",
-    ("scaler_overflow_on_one", "gossip*"): "each worker's loss scale is its own; gradients are right by any of them",
+    ("gan", "measured"): "paceline.mean of a loss counts every worker once, and shares are no halves",
+    ("batch_norm*", "measured"): "each worker normalizes by its own samples, and shares are no halves",
+    ("scaler_overflow_on_one", "hogwild"): "no worker waits for another in any step, so each has a loss scale of its own",
     ("forward_raises_on_one", "any_batch*"): "a micro-batch without a backward counts nothing in a round",
+    ("backward_raises_on_one*", "any_batch*"): "a micro-batch without a backward counts nothing in a round",
+    ("weights_clamped*", "sma"): "replicas are clamped, and consensus() shows the centre, which follows their mean",
+    ("ema_*", "gossip_lowbit"): "an average of a worker's own weights is its own, and no replica is another's",
 }
 
 

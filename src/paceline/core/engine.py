@@ -669,7 +669,9 @@ class Engine:
         """Torch is about to clip these gradients. Gives: are any of them ours?"""
         if self.idle:
             return False
-        due = self.window.closing and (self.exchanged or self.method.sync.due(self.ex.step))
+        # An open round may end with the gradients that are about to be clipped: `flush` finds out.
+        closing = self.window.closing or self.method.sync.open_ended
+        due = closing and (self.exchanged or self.method.sync.due(self.ex.step))
         return due and Fact.REPLICAS_AGREE in self.ex.facts and self.by_hand.before_clipping(grads)
 
     def after_clipping(self) -> None:
