@@ -212,6 +212,16 @@ def test_a_gradient_that_one_worker_takes_away_counts_as_zero():
         close(same(threads.run(2, work)), loop(model, sgd(model), lambda *t: t, None))
 
 
+def test_before_weights_are_what_is_agreed_on():
+    """Post-local SGD exchanges gradients at first."""
+    compare(add, clip_norm, "post_local_sgd", knobs={"start": 100})
+
+
+def test_a_round_of_micro_batches():
+    """The round ends with the gradients that are about to be clipped."""
+    compare(assign, clip_norm, "any_batch", knobs={"deadline_ms": 1e-3, "micro": 6})
+
+
 def test_one_worker_alone_that_takes_a_gradient_away_is_named():
     """The others do not compare anything, and the next exchange tells that they are elsewhere."""
 

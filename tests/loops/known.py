@@ -7,7 +7,10 @@ from fnmatch import fnmatchcase
 KNOWN: dict[tuple[str, str], str] = {
     ("gan", "measured"): "paceline.mean of a loss counts every worker once, and shares are no halves",
     ("batch_norm*", "measured"): "each worker normalizes by its own samples, and shares are no halves",
-    ("scaler_overflow_on_one", "hogwild"): "no worker waits for another in any step, so each has a loss scale of its own",
+    (
+        "scaler_overflow_on_one",
+        "hogwild",
+    ): "no worker waits for another in any step, so each has a loss scale of its own",
     ("forward_raises_on_one", "any_batch*"): "a micro-batch without a backward counts nothing in a round",
     ("backward_raises_on_one*", "any_batch*"): "a micro-batch without a backward counts nothing in a round",
     ("weights_clamped*", "sma"): "replicas are clamped, and consensus() shows the centre, which follows their mean",

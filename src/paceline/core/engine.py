@@ -48,7 +48,6 @@ from paceline.core.by_hand import ByHand
 from paceline.core.cutting import cut
 from paceline.core.device_verdict import DeviceVerdict
 from paceline.core.exchange import Exchange, no_scale, no_trace
-from paceline.core.facts import Fact
 from paceline.core.guard import Guard, Mode
 from paceline.core.noise_meter import NoiseMeter
 from paceline.core.open_window import Finished, OpenWindow
@@ -632,7 +631,7 @@ class Engine:
 
     def agree_by_hand(self) -> None:
         """Average the gradients that the user has changed since they were agreed on, where workers differ."""
-        if self.exchanged and Fact.REPLICAS_AGREE in self.ex.facts and not self.vote.late:
+        if self.exchanged and not self.vote.late:
             self.by_hand.agree()
 
     @property
@@ -672,7 +671,7 @@ class Engine:
         # An open round may end with the gradients that are about to be clipped: `flush` finds out.
         closing = self.window.closing or self.method.sync.open_ended
         due = closing and (self.exchanged or self.method.sync.due(self.ex.step))
-        return due and Fact.REPLICAS_AGREE in self.ex.facts and self.by_hand.before_clipping(grads)
+        return due and self.by_hand.before_clipping(grads)
 
     def after_clipping(self) -> None:
         """Torch has clipped, alike on all workers."""

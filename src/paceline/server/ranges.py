@@ -94,17 +94,22 @@ class KeyRanges:
         torch._foreach_copy_([s.param.detach() for s in self.slots], self.views(x))
         self._written = x
 
-    def changed(self) -> str:
-        """The first parameter that is not as `write` has left it. Values are compared, because a version counter does
-        not see what goes through `.data`.
+    def check_unwritten(self) -> None:
+        """Raise if weights were written since `write`: the next one would overwrite them.
+
+        Values are compared, because a version counter does not see what goes through `.data`.
         """
         if self._written is None:
-            return ""
+            return
         for s, x in zip(self.slots, self.views(self._written), strict=True):
-            there, left = s.param.detach(), x.to(s.param)
-            if not torch.equal(there, left) and not torch.equal(there.nan_to_num(), left.nan_to_num()):
-                return s.name
-        return ""
+            now, then = s.param.detach(), x.to(s.param)
+            if not torch.equal(now, then) and not torch.equal(now.nan_to_num(), then.nan_to_num()):
+                raise UsageError(
+                    f"the weights of {s.name} were written at the worker after the last step",
+                    why="the servers hold the weights: what is written at a worker is lost when they are pulled again",
+                    do="write them before the first step, or use a method whose workers hold their weights (exact, "
+                    "local_sgd)",
+                )
 
     def shards(self, server: int, groups: Sequence[dict[str, Any]]) -> list[ParameterShard]:
         """What of each parameter lies in a server's range."""

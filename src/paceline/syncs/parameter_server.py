@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from paceline.core.facts import Fact
 from paceline.core.parts import Sync
 from paceline.core.vote import finite
-from paceline.errors import MethodError, UsageError
+from paceline.errors import MethodError
 from paceline.knobs import knob
 from paceline.registry import register
 from paceline.server.client import ServerClient
@@ -78,7 +78,8 @@ class ParameterServer(Sync):
         return self.consistency == "sequential"
 
     def apply(self, step: Callable[[], Any], ex: Exchange) -> Any:
-        self._refuse_written()
+        if self._client is not None:
+            self._client.ranges.check_unwritten()
         if not finite(p for group in ex.optimizer.param_groups for p in group["params"]):
             result = _hidden(step, ex.optimizer)
             self._open(ex).pass_over()
@@ -105,29 +106,21 @@ class ParameterServer(Sync):
     def _open(self, ex: Exchange) -> ServerClient:
         """The client; at the first step the servers are started, and worker 0 tells them where to begin."""
         if self._client is None:
-            self._client = ServerClient(ex, self.servers)
+            ahead = {"sequential": 0, "bounded": self.delay, "eventual": None}[self.consistency]
+            self._client = ServerClient(ex, self.servers, ahead=ahead)
             if ex.rank == 0:
                 knobs = {"consistency": self.consistency, "delay": self.delay, "scale": self.scale}
                 self._client.begin(self.state, ex.world_size, **knobs)
         self._client.ranges.check(ex)
         return self._client
 
-    def _refuse_written(self) -> None:
-        """Refuse weights that were written since they were pulled: the next pull would overwrite them."""
-        if self._client is not None and (name := self._client.ranges.changed()):
-            raise UsageError(
-                f"{self.name}: the weights of {name} were written at the worker after the last step",
-                why="the servers hold the weights: what is written at a worker is lost when they are pulled again",
-                do="do it before the first step, or in the loss, or use a method whose workers hold their weights "
-                "(exact, local_sgd)",
-            )
-
     async def centre(self, b: Bucket, ex: Exchange) -> Tensor:
         return b.weights()  # `settle` has made them equal on all workers
 
     def settle(self, ex: Exchange) -> None:
         """Wait until all have pushed and read the same weights; worker 0 keeps the servers' state for a checkpoint."""
-        self._refuse_written()
+        if self._client is not None:
+            self._client.ranges.check_unwritten()
         ex.comm.sum(torch.zeros(1)).wait()
         if self._client is not None:
             self._pull(ex, settles=True)
