@@ -125,8 +125,8 @@ class Exchange:
         return await self.comm.mean(x)
 
     async def start(self, b: Bucket) -> Tensor:
-        """The weights from which all workers begin: mostly their own, which are equal. Worker 0's, if a loop has written
-        other ones on each worker before the first step.
+        """The weights from which all workers begin: mostly their own, which are equal. Worker 0's, if a loop has
+        written other ones on each worker before the first step.
         """
         w = b.weights()
         prints = await self.comm.all_gather(fingerprint(w).reshape(1))

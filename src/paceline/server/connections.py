@@ -95,14 +95,15 @@ class ServerBoard:
         self._board.begun[self._pushes] += 1
 
     def pulse(self, lane: str, op: int, label: str, waited_s: float) -> None:
+        # As operation -1, which every worker has begun: the board is to look for causes here, not for a deadlock.
+        lane, needed, label = self._lane, -1, self.label
+        if self.waits_for_others and self._ahead is not None:
+            # Which push the slowest must have begun. Workers that all wait, and one of them elsewhere, are stuck.
+            begun = self._board.begun[self._pushes] - 1 - self._ahead
+            if begun >= 0:
+                lane, needed, label = self._pushes, begun, f"an answer from {self.name}"
         with contextlib.suppress(StoreLostError):
-            if self.waits_for_others and self._ahead is not None:
-                # Which push the slowest must have begun: workers that all wait, one of them elsewhere, are stuck.
-                needed = self._board.begun[self._pushes] - 1 - self._ahead
-                if needed >= 0:
-                    return self._board.pulse(self._pushes, needed, self.label, waited_s)
-            # As operation -1, which every worker has begun: the board is to look for causes here, not for a deadlock.
-            self._board.pulse(self._lane, -1, self.label, waited_s)
+            self._board.pulse(lane, needed, label, waited_s)
 
     def clear(self) -> None:
         with contextlib.suppress(StoreLostError):
