@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 import threads
 from paceline.core.by_hand import fingerprint
+from paceline.errors import MismatchError
 from rig import Rig, adamw, close, data, mlp, same, sgd, weights
 
 
@@ -186,17 +187,17 @@ def test_what_is_added_to_the_sum_of_a_window():
 
 
 def test_a_gradient_that_one_worker_takes_away_counts_as_zero():
-    """Where others are changed too, so that the workers compare what they have."""
+    """Each worker leaves another layer out, and changes nothing else."""
 
     def loop(model, opt, take, rank):
         for x, y in data(3):
             x, y = take(x, y)
             cross_entropy(model(x), y).backward()
-            model[4].weight.grad.mul_(2.0)
-            if rank == 1:
-                model[0].weight.grad = None
-            elif rank is None:
-                model[0].weight.grad.mul_(0.5)
+            for r, layer in enumerate((model[0], model[2])):
+                if rank == r:
+                    layer.weight.grad = None
+                elif rank is None:
+                    layer.weight.grad.mul_(0.5)
             opt.step()
             opt.zero_grad()
         return weights(model)
@@ -209,6 +210,35 @@ def test_a_gradient_that_one_worker_takes_away_counts_as_zero():
     model = mlp()
     with warnings.catch_warnings(action="ignore"):
         close(same(threads.run(2, work)), loop(model, sgd(model), lambda *t: t, None))
+
+
+def test_before_weights_are_what_is_agreed_on():
+    """Post-local SGD exchanges gradients at first."""
+    compare(add, clip_norm, "post_local_sgd", knobs={"start": 100})
+
+
+def test_a_round_of_micro_batches():
+    """The round ends with the gradients that are about to be clipped."""
+    compare(assign, clip_norm, "any_batch", knobs={"deadline_ms": 1e-3, "micro": 6})
+
+
+def test_one_worker_alone_that_takes_a_gradient_away_is_named():
+    """The others do not compare anything, and the next exchange tells that they are elsewhere."""
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        take = Rig(comm, model, opt).take
+        for x, y in data(3):
+            x, y = take(x, y)
+            cross_entropy(model(x), y).backward()
+            if comm.rank == 1:
+                model[0].weight.grad = None
+            opt.step()
+            opt.zero_grad()
+
+    with pytest.raises(MismatchError, match="worker 1"):
+        threads.run(2, work)
 
 
 def test_fingerprints_tell_bits_apart():

@@ -297,8 +297,30 @@ def test_all_bytes_of_a_backward_leave_before_any_is_waited_for():
     same(threads.run(2, work, timeout_s=15))
 
 
-def test_frozen_and_thawed_on_the_way():
-    batches = data(9)
+def test_workers_that_reach_different_optimizers_and_leave_out_parameters_do_not_wait_for_each_other():
+    """One waits for the first optimizer's mean, which the other joins at its step, and that one for what the first
+    has to say of a parameter without a gradient in the second.
+    """
+    x, y = data(1, size=8)[0]
+
+    def work(comm):
+        model, opts, mine = two_optimizers(comm, x, y)
+        if comm.rank == 0:
+            out = model[0](mine[0]) + model[1](mine[0])
+        else:
+            out = model[1][2:](mine[0].new_ones(len(mine[0]), 16))
+        cross_entropy(out, mine[1]).backward()
+        for opt in opts:
+            opt.step()
+        return weights(model)
+
+    same(threads.run(2, work, timeout_s=10))
+
+
+@pytest.mark.parametrize("size", [12, 11])
+def test_frozen_and_thawed_on_the_way(size):
+    """size: of the batches from the fourth on, in which a layer is frozen; some are not shared equally."""
+    batches = data(3) + data(6, size=size)
 
     def loop(model, opt, take):
         for i, (x, y) in enumerate(batches):

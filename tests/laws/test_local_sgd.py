@@ -424,10 +424,12 @@ def test_bytes_only_at_agreements():
             before = comm.sent
             loop([batch], model, opt, rig.take)
             sent.append(comm.sent - before)
-        return sent, sum(b.flat.numel() for b in rig.engine.buckets)
+        return sent, len(rig.engine.buckets), sum(b.flat.numel() for b in rig.engine.buckets)
 
-    for sent, padded in threads.run(2, work):
-        assert sent == [0, 0, 0, 4 * padded] * 2
+    for sent, buckets, padded in threads.run(2, work):
+        first = sent.pop(0)  # eight bytes for each bucket: do all workers begin with the same weights?
+        assert first == 8 * buckets
+        assert sent == [0, 0, 4 * padded, 0, 0, 0, 4 * padded]
         assert padded >= n
 
 

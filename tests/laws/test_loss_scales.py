@@ -33,8 +33,18 @@ def train(comm, spec, *, handed, knobs, steps=8):
     return mine.get_scale()
 
 
-def test_scales_are_agreed_on_where_weights_are():
-    assert threads.run(2, lambda comm: train(comm, "local_sgd", handed=True, knobs={"every": 4})) == [2048.0, 2048.0]
+@pytest.mark.parametrize(
+    ("spec", "knobs"),
+    [
+        ("local_sgd", {"every": 4}),
+        ("gossip", {"every": 4}),
+        ("gossip_lowbit", {}),
+        ("any_batch_gossip", {"deadline_ms": 0, "micro": 6}),
+    ],
+    ids=["local_sgd", "gossip", "gossip_lowbit", "any_batch_gossip"],
+)
+def test_scales_are_agreed_on_where_workers_meet(spec, knobs):
+    assert threads.run(2, lambda comm: train(comm, spec, handed=True, knobs=knobs)) == [2048.0, 2048.0]
 
 
 @pytest.mark.parametrize(("spec", "knobs"), [("local_sgd", {"every": 4}), ("topk", {})])

@@ -333,6 +333,29 @@ def test_what_the_servers_remember_is_saved_and_loaded_bit_equal(optimizer, serv
     assert got[0][1] == 12
 
 
+@pytest.mark.parametrize("at", ["the next step", "the end"])
+def test_weights_that_were_written_at_a_worker_are_refused(at):
+    """The servers hold the weights, and the next pull would overwrite them without a word."""
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        one = Rig(comm, model, opt, spec=spec_of())
+        for p in model.parameters():
+            p.data.mul_(0.5)  # before the first step the servers have no weights
+        loop(data(2), model, opt, one.take)
+        one.engine.settle()
+        loop(data(1), model, opt, one.take)
+        model[2].weight.data.clamp_(-0.01, 0.01)
+        if at == "the end":
+            one.engine.settle()
+        else:
+            loop(data(1), model, opt, one.take)
+
+    with pytest.raises(UsageError, match=r"weights of 2\.weight were written at the worker"):
+        threads.run(2, work)
+
+
 def threading_gather(comm, value):
     key = ("saved", comm.name)
     comm.room.post(key, comm.rank, "", value)

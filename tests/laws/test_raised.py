@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
+import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -31,7 +32,7 @@ class Trap:
             raise MemoryError("out of memory, say")
 
 
-def trained(world_size, spec="exact", *, who=(0, 1, 2), knobs=None, retry=False, again=False, **rig):
+def trained(world_size, spec="exact", *, who=(0, 1, 2), knobs=None, retry=False, again=False, steps=False, **rig):
     def work(comm):
         model = mlp()
         opt = sgd(model)
@@ -50,7 +51,7 @@ def trained(world_size, spec="exact", *, who=(0, 1, 2), knobs=None, retry=False,
                 elif retry:  # in two halves, as one does when memory is short
                     for half, labels in zip(x.chunk(2), y.chunk(2), strict=True):
                         (cross_entropy(model(half), labels) / 2).backward()
-                else:
+                elif not steps:
                     continue
             opt.step()
             opt.zero_grad()
@@ -94,6 +95,41 @@ def test_on_all_workers(spec, knobs):
 def test_on_one_worker_no_worker_makes_the_step(spec, who):
     knobs = {"ratio": 1.0} if spec == "topk" else {}
     close(same(trained(3, spec, who=(who,), knobs=knobs)), plain())
+
+
+@pytest.mark.parametrize("spec", ["exact", "priority", "zero2", "topk", "local_sgd"])
+def test_a_step_behind_it_does_not_count_either(spec):
+    """The error is caught on one worker, and the loop goes on to `step` as if nothing had happened."""
+    knobs = {"topk": {"ratio": 1.0}, "local_sgd": {"every": 1}}.get(spec, {})
+    result = same(trained(3, spec, who=(1,), knobs=knobs, steps=True))
+    if spec != "local_sgd":  # there the other workers make their own steps
+        close(result, plain())
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_loss_scales_stay_equal(steps):
+    def work(comm):
+        model = mlp()
+        opt, scaler = sgd(model), torch.amp.GradScaler("cpu", 1024.0, growth_interval=2)
+        trap = Trap(model)
+        one = Rig(comm, model, opt, scaler=scaler)
+        scales = []
+        for step, (x, y) in enumerate(data(6)):
+            x, y = one.take(x, y)
+            trap.armed = step == AT and comm.rank == 1
+            try:
+                scaler.scale(cross_entropy(model(x), y)).backward()
+            except MemoryError:
+                if not steps:
+                    continue
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+            scales.append(scaler.get_scale())
+        return torch.tensor([scales[-1], *weights(model)])
+
+    with warnings.catch_warnings(action="ignore"):
+        same(threads.run(2, work))
 
 
 @pytest.mark.parametrize("spec", ["exact", "priority", "zero1"])

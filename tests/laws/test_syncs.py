@@ -158,3 +158,20 @@ def test_what_it_remembers_survives_another_number_of_workers(name):
     three = threads.run(3, work)
     two = threads.run(2, lambda comm: work(comm, three))
     threads.run(3, lambda comm: work(comm, two))
+
+
+@pytest.mark.parametrize("spec", ["local_sgd", "sma"])
+def test_workers_that_have_written_other_weights_before_the_first_step_begin_with_worker_0s(spec):
+    """A layer in two optimizers, a climb taken back with another rounding: the centre must be one for all."""
+
+    def work(comm):
+        model = mlp()
+        opt = sgd(model)
+        one = Rig(comm, model, opt, spec=spec, knobs={"every": 2})
+        with torch.no_grad():
+            model[2].weight.add_(0.01 * comm.rank)
+        loop(data(4), model, opt, one.take)
+        with consensus_weights(one.engine):
+            return weights(model)
+
+    same(threads.run(3, work))

@@ -52,6 +52,7 @@ class StoreBoard:
         self.where = ""  # the samples of the current batch, for error messages only
         self.counts: Callable[[], dict[str, int]] = dict  # how many operations this worker has begun on each lane
         self.processes: Mapping[int, int] = {}  # the process numbers of the workers on this host, by rank
+        self.begun: dict[str, int] = {}  # the same of what travels on no lane of the group: pushes to servers
         self._agreed: dict[str, int] = {}
         self._news: Answer | None = None
         self._step: int | None = None
@@ -207,7 +208,7 @@ class StoreBoard:
             if left["ops"].get(lane, 0) <= op and lane in left["ops"]:
                 raise self._gave_up(_left_early(r, left, _place(label)))
         place = _place(label)
-        wait = {"label": label, "place": place, "lane": lane, "op": op, "ops": self.counts()}
+        wait = {"label": label, "place": place, "lane": lane, "op": op, "ops": {**self.counts(), **self.begun}}
         self.write(f"waits/{self.rank}", wait)
         waits = self._waits()
         places = {r: plain(str(w["place"])) for r, w in sorted(waits.items())}

@@ -50,7 +50,7 @@ class ByHand:
     def bound(self) -> None:
         """The means have been bound: these are known. Others that are there are not."""
         for _, s in self._slots():
-            if (g := s.param.grad) is s.view or g is s.shown or s.sparse:
+            if (g := s.param.grad) is None or g is s.view or g is s.shown or s.sparse:
                 _know(s)
 
     def note(self) -> None:
@@ -68,6 +68,10 @@ class ByHand:
             and (g is not s.known or g._version != s.known_version)
         ]
 
+    def _taken_away(self) -> bool:
+        """Has the user set a known gradient to None?"""
+        return any(s.param.grad is None and s.known is not None for _, s in self._slots())
+
     def _slots(self) -> Iterator[tuple[Bucket, Slot]]:
         return ((b, s) for b in self.engine.buckets for s in b.slots)
 
@@ -77,7 +81,7 @@ class ByHand:
         All workers must be here: a user's code changes gradients on all of them, or on none.
         """
         changed = {id(s) for _, s in self.changed()}
-        if not changed:
+        if not (changed or self._taken_away()):
             return None
         if self.trusts:
             return self.note()

@@ -27,11 +27,13 @@ def consensus_weights(engine: Engine) -> Iterator[None]:
     if not engine.idle:
         engine.settle()
         engine.unstepped.check()
-    if engine.idle or Fact.REPLICAS_AGREE in engine.method.sync.facts():
+    agree = Fact.REPLICAS_AGREE in engine.method.sync.facts()
+    if engine.idle or (agree and not engine.method.sync.is_async):
         yield
         return
-    with _own_again((*engine.buckets, *engine.buffer_buckets)) as own:
-        engine.recorder.log({"consensus_distance": _take_centre(engine, own)})
+    buckets = [] if agree else engine.buckets  # else their buffers alone are each worker's own
+    with _own_again((*buckets, *engine.buffer_buckets)) as own:
+        engine.recorder.log({"consensus_distance": _take_centre(engine, buckets, own)})
         if engine.method.sync.is_async:  # else they are compared every K steps
             engine.replicas.check_buffers()
         yield
@@ -40,7 +42,7 @@ def consensus_weights(engine: Engine) -> Iterator[None]:
 def adopt(engine: Engine) -> None:
     """Every worker takes the weights and buffers that all agree on, for good. Every worker must call it."""
     with torch.no_grad():
-        _take_centre(engine, [b.weights() for b in (*engine.buckets, *engine.buffer_buckets)])
+        _take_centre(engine, engine.buckets, [b.weights() for b in (*engine.buckets, *engine.buffer_buckets)])
 
 
 @contextlib.contextmanager
@@ -68,8 +70,11 @@ def _own_again(buckets: Sequence[Bucket]) -> Iterator[list[Tensor]]:
 
 
 @torch.no_grad()
-def _take_centre(engine: Engine, own: list[Tensor]) -> float:
-    """Take the centre's parameters and the mean of the buffers; gives how far the workers' own parameters were away."""
+def _take_centre(engine: Engine, buckets: Sequence[Bucket], own: list[Tensor]) -> float:
+    """Take the centre's parameters and the mean of the buffers; gives how far the workers' own parameters were away.
+
+    own: what this worker has of both.
+    """
     ex, apart = engine.ex, torch.zeros(1, dtype=torch.float64)
 
     async def parameters(b: Bucket, x: Tensor) -> None:
@@ -80,8 +85,8 @@ def _take_centre(engine: Engine, own: list[Tensor]) -> float:
     async def buffers(b: Bucket, x: Tensor) -> None:
         b.write(await ex.exact(x.clone()))
 
-    pipeline, count = Pipeline(), len(engine.buckets)
-    for b, x in zip(engine.buckets, own[:count], strict=True):
+    pipeline, count = Pipeline(), len(buckets)
+    for b, x in zip(buckets, own[:count], strict=True):
         pipeline.start(parameters(b, x))
     for b, x in zip(engine.buffer_buckets, own[count:], strict=True):
         pipeline.start(buffers(b, x))

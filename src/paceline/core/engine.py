@@ -48,7 +48,6 @@ from paceline.core.by_hand import ByHand
 from paceline.core.cutting import cut
 from paceline.core.device_verdict import DeviceVerdict
 from paceline.core.exchange import Exchange, no_scale, no_trace
-from paceline.core.facts import Fact
 from paceline.core.guard import Guard, Mode
 from paceline.core.noise_meter import NoiseMeter
 from paceline.core.open_window import Finished, OpenWindow
@@ -96,6 +95,7 @@ class EngineOptions:
     first_bytes: int = 1 << 20  # of the first bucket: the sooner it is full, the sooner the wire is busy
     lane: str = "gradients"
     shares_backward: bool = False  # one backward may feed other engines too
+    behind: bool = False  # another engine may be waited for before this one: [Note: behind], vote.py
     averages_buffers: bool = True  # another engine of the same models does it, if not
     device_verdict: bool | None = None  # the optimizer skips on the device; None: where gradients are on a GPU
     clock: Callable[[], float] = time.perf_counter  # by which a round of micro-batches ends: open_window.py
@@ -158,6 +158,7 @@ class Engine:
         self._out: list[Bucket] = []  # chunks that have left
         self._sends = False
         self._backwards = 0
+        self._raised = False  # a backward of this step raised here, and the others know that the step does not count
         self.sent_before = 0  # payload bytes that telemetry has heard of
         self.on_device = DeviceVerdict(self)
         self.stored: transfer.Luggage | None = None  # what the parts remembered, while this worker is alone
@@ -184,7 +185,7 @@ class Engine:
         self.vote = Vote(
             self._vote_lane,
             guard=self.guard.mode != "off",
-            whispers=self.ex.exact_everywhere and not self.options.device_verdict,
+            whispers=self.ex.exact_everywhere and not (self.options.device_verdict or self.options.behind),
             late=method.sync.lag(),
         )
         self.overlap = Overlap(self)
@@ -279,6 +280,7 @@ class Engine:
 
     def forward(self) -> None:
         """A forward in training begins."""
+        self._raised = False
         self.window.forward()
         self._weigh_arrivals()
         self.refresh()
@@ -308,6 +310,7 @@ class Engine:
 
     def begin(self) -> None:
         """The first gradient of a backward has arrived."""
+        self._raised = False
         keeps = any(part.state.staged for part in self.parts)
         self.unstepped.backward(matters=keeps or not self.method.sync.due(self.ex.step))
         if self.exchanged and self.landed and self._thrown_away():
@@ -455,6 +458,7 @@ class Engine:
         if self._sends:
             self._send_zeros(GAVE_UP)
             self._lose()
+            self._raised = True
 
     def run_out_of_memory(self) -> None:
         """This worker's memory did not suffice for the step under way: redeal.py.
@@ -593,7 +597,8 @@ class Engine:
         due = self.method.sync.due(self.ex.step)
         if due and not self.exchanged and (new := self.by_hand.changed()):
             self.take_up(new)
-        if self.redeal.given_up:
+        if self.redeal.given_up or self._raised:
+            self._raised = False
             return None
         if not self.exchanged and self._round_ends():  # no backward has come to find it out
             self._arm(sends=due)
@@ -627,13 +632,13 @@ class Engine:
 
     def agree_by_hand(self) -> None:
         """Average the gradients that the user has changed since they were agreed on, where workers differ."""
-        if self.exchanged and Fact.REPLICAS_AGREE in self.ex.facts and not self.vote.late:
+        if self.exchanged and not self.vote.late:
             self.by_hand.agree()
 
     @property
     def will_step(self) -> bool:
         """Will the next step() be a real one?"""
-        return self.window.closing and not self.redeal.given_up
+        return self.window.closing and not (self.redeal.given_up or self.under_way or self._raised)
 
     def _refuse_step_in_batch(self) -> None:
         """Refuse a loop that steps by a count of its own, where the loader deals micro-batches."""
@@ -664,8 +669,10 @@ class Engine:
         """Torch is about to clip these gradients. Gives: are any of them ours?"""
         if self.idle:
             return False
-        due = self.window.closing and (self.exchanged or self.method.sync.due(self.ex.step))
-        return due and Fact.REPLICAS_AGREE in self.ex.facts and self.by_hand.before_clipping(grads)
+        # An open round may end with the gradients that are about to be clipped: `flush` finds out.
+        closing = self.window.closing or self.method.sync.open_ended
+        due = closing and (self.exchanged or self.method.sync.due(self.ex.step))
+        return due and self.by_hand.before_clipping(grads)
 
     def after_clipping(self) -> None:
         """Torch has clipped, alike on all workers."""

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from paceline.comm.group import Group
 from paceline.comm.protocol import Comm
 from paceline.core.bucket import Bucket
+from paceline.core.by_hand import fingerprint
 from paceline.core.carry import Carry
 from paceline.core.facts import Fact
 from paceline.core.parts import Parts
@@ -122,6 +123,14 @@ class Exchange:
     async def exact(self, x: Tensor) -> Tensor:
         """The mean itself, for what must not be compressed (buffers, norms)."""
         return await self.comm.mean(x)
+
+    async def start(self, b: Bucket) -> Tensor:
+        """The weights from which all workers begin: mostly their own, which are equal. Worker 0's, if a loop has
+        written other ones on each worker before the first step.
+        """
+        w = b.weights()
+        prints = await self.comm.all_gather(fingerprint(w).reshape(1))
+        return await self.comm.broadcast(w) if bool((prints != prints[0]).any()) else w
 
     async def keep(self, b: Bucket) -> None:
         """Turn the bucket's local gradients into the agreed ones, as the layout keeps them."""

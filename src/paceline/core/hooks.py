@@ -113,9 +113,13 @@ def _accumulator(slot: Slot) -> Any:
     but not those of this node.
     """
     if slot.accumulator is None:
+        frozen = not slot.param.requires_grad  # at the moment: it has none then, and keeps this one when it is thawed
+        slot.param.requires_grad_(True)
         with torch.enable_grad():
             leaf: Any = slot.param.view_as(slot.param).grad_fn
         slot.accumulator = leaf.next_functions[0][0]
+        if frozen:
+            slot.param.requires_grad_(False)
     return slot.accumulator
 
 

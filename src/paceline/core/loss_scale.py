@@ -86,13 +86,15 @@ def wrap(engine: Engine, scaler: Any) -> None:
         if not engine.will_step:
             return opt.step()
         engine.agree_by_hand()
-        engine.asked, engine.by_hand.trusts = False, True
+        engine.asked, engine.by_hand.trusts, made = False, True, engine.ex.step
         try:
             result = step(opt, *args, **kwargs)
         finally:
             engine.by_hand.trusts = False
         if not engine.asked:
             engine.left_out()
+        elif engine.ex.step == made:  # it does not count, and a worker whose backward raised has not unscaled anything
+            scaler._per_optimizer_states.pop(id(optimizer), None)
         return result
 
     def paced_unscale(opt: torch.optim.Optimizer) -> None:
@@ -112,9 +114,9 @@ def wrap(engine: Engine, scaler: Any) -> None:
 
 
 def _agree(engine: Engine, scaler: Any) -> None:
-    """Workers that train alone have scales of their own. Where they agree on their weights, all take the smallest."""
+    """Workers that train alone have scales of their own. Where all of them meet, they take the smallest."""
     sync, made = engine.method.sync, engine.ex.step - 1
-    if engine.idle or made < 0 or sync.due(made) or not sync.agrees(made) or scaler._scale is None:
+    if engine.idle or made < 0 or sync.due(made) or not sync.meets(made) or scaler._scale is None:
         return
     own = torch.stack([scaler._scale.double().reshape(()), scaler._growth_tracker.double().reshape(())])
     smallest = engine.comm.all_gather(own).wait().amin(0)

@@ -133,6 +133,12 @@ class Sync(Part):
         """Where gradients are not exchanged: is everything agreed on after this step, the module's buffers too?"""
         return False
 
+    def meets(self, step: int) -> bool:
+        """Where gradients are not exchanged: does every worker wait for others in this step anyway, so that all can
+        agree on a number in it?
+        """
+        return self.agrees(step)
+
     async def centre(self, b: Bucket, ex: Exchange) -> Tensor:
         """The weights to evaluate and to save, where the workers' own differ."""
         return await ex.exact(b.weights())

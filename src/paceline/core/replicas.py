@@ -62,7 +62,9 @@ class Replicas:
         method = engine.method
         if method.sync.is_async or engine.idle or engine.group.world_size == 1:
             return {}, {}
-        promised = Fact.REPLICAS_AGREE in engine.ex.facts and not method.layout.shards_parameters
+        # Where gradients are exchanged at first and weights later, as in post-local SGD, they are equal till then.
+        equal = Fact.REPLICAS_AGREE in engine.ex.facts or method.sync.due(max(engine.ex.step - 1, 0))
+        promised = equal and not method.layout.shards_parameters
         params = {s.name: s.param.detach() for b in engine.buckets for s in b.slots} if promised else {}
         return params, self._own_buffers()
 

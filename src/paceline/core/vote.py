@@ -8,6 +8,11 @@ first that the next forward needs, so an update that crosses the step barrier he
 
 [Note: ballot] Otherwise, and where means are estimates, one small vector is summed. It leaves with the last bucket, so
 it mostly costs no round trip of its own.
+
+[Note: behind] A whisper that tells of trouble is followed by a ballot, which leaves when the means are here. Where one
+backward feeds several engines, a worker may still be waiting for the mean of an earlier one, which another worker
+joins at its `step` only, while that other waits for the ballot of the later one. So of several engines the first alone
+whispers; the ballots of the others have left before anything is waited for.
 """
 
 from __future__ import annotations

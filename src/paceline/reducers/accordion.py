@@ -132,6 +132,8 @@ class Accordion(Policy):
         """What is known of the bucket's parameters and of this step's learning rate."""
         name = next((s.name for s in b.slots if (s.name, "steps") in self.state), None)
         regime = Regime() if name is None else Regime(**{known: self.state[name, known] for known in _KNOWN})
+        if (b.index, "sum") not in self.state:  # a parameter took the place of one of this name
+            regime = dataclasses.replace(regime, steps=0)
         return regime.begin(b.rate, window=self.window, fall=self.fall)
 
     def _remember(self, b: Bucket, regime: Regime) -> None:

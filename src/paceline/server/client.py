@@ -26,9 +26,10 @@ _OWN = ("params", "foreach", "fused", "capturable", "differentiable")
 class ServerClient:
     """The connections to all servers, each of which gets its own range of every vector."""
 
-    def __init__(self, ex: Exchange, servers: int) -> None:
+    def __init__(self, ex: Exchange, servers: int, *, ahead: int | None) -> None:
+        """ahead: see `connect`."""
         self.ranges = KeyRanges(ex, servers)
-        self._connections = connect(ex.comm, servers)
+        self._connections = connect(ex.comm, servers, ahead=ahead)
         self._optimizer = ex.optimizer
         self._said: dict[
             int, bytes

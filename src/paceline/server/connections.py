@@ -75,8 +75,14 @@ class ServerBoard:
     that does not answer is passed over here.
     """
 
-    def __init__(self, board: StoreBoard, index: int, home: ServerHome) -> None:
+    def __init__(self, board: StoreBoard, index: int, home: ServerHome, ahead: int | None, of: str) -> None:
+        """ahead: how many pushes a worker may be ahead of the slowest before the server lets it wait; None: any
+        number. of: the lane beside which the server stands.
+        """
         self._board, self._lane = board, f"server {index} of worker {board.rank}"
+        self._ahead, self._pushes = ahead, f"pushes to server {index} of {of}"
+        self.waits_for_others = False  # what this worker waits for is an answer that others may hold up
+        board.begun[self._pushes] = 0
         self.worker = home.worker
         self.name = f"server {index} (pid {home.pid} on {home.host}, started by worker {home.worker})"
         self.label = self.name  # what the worker waits for now
@@ -84,10 +90,20 @@ class ServerBoard:
     def agree(self, key: str, what: str, text: str) -> None:
         self._board.agree(key, what, text)
 
+    def pushed(self) -> None:
+        """This worker has pushed once more."""
+        self._board.begun[self._pushes] += 1
+
     def pulse(self, lane: str, op: int, label: str, waited_s: float) -> None:
+        # As operation -1, which every worker has begun: the board is to look for causes here, not for a deadlock.
+        lane, needed, label = self._lane, -1, self.label
+        if self.waits_for_others and self._ahead is not None:
+            # Which push the slowest must have begun. Workers that all wait, and one of them elsewhere, are stuck.
+            begun = self._board.begun[self._pushes] - 1 - self._ahead
+            if begun >= 0:
+                lane, needed, label = self._pushes, begun, f"an answer from {self.name}"
         with contextlib.suppress(StoreLostError):
-            # As operation -1, which every worker has begun: the board is to look for causes here, not for a deadlock.
-            self._board.pulse(self._lane, -1, self.label, waited_s)
+            self._board.pulse(lane, needed, label, waited_s)
 
     def clear(self) -> None:
         with contextlib.suppress(StoreLostError):
@@ -124,7 +140,10 @@ class RemoteConnection:
         self._channel, self._board = channel, board
 
     def ask(self, m: ServerMessage) -> None:
+        self._board.waits_for_others = m.code == MessageCode.PULL
         self._channel.send(m)
+        if m.code == MessageCode.PUSH:
+            self._board.pushed()
 
     def answer(self, what: str) -> ServerMessage:
         board = self._board
@@ -149,21 +168,22 @@ _handlers: weakref.WeakKeyDictionary[Room, dict[tuple[str, int], RequestHandler]
 _handlers_lock = threading.Lock()
 
 
-def connect(comm: Comm, servers: int) -> list[ServerConnection]:
+def connect(comm: Comm, servers: int, *, ahead: int | None) -> list[ServerConnection]:
     """This worker's connections to all servers. Every worker must call it.
 
-    Server s is started by worker s mod W, on the worker's host, and ends with it.
+    Server s is started by worker s mod W, on the worker's host, and ends with it. ahead: how many pushes a worker may
+    be ahead of the slowest before a server lets it wait; None: any number.
     """
     board = getattr(comm, "board", None)
     if isinstance(board, StoreBoard):
-        return _connect(comm, board, servers)
+        return _connect(comm, board, servers, ahead)
     with _handlers_lock:
         handlers = _handlers.setdefault(comm.room, {}) if isinstance(comm, ThreadComm) else {}
         name = getattr(comm, "name", "")
         return [LocalConnection(handlers.setdefault((name, s), RequestHandler()), comm) for s in range(servers)]
 
 
-def _connect(comm: Comm, board: StoreBoard, servers: int) -> list[ServerConnection]:
+def _connect(comm: Comm, board: StoreBoard, servers: int, ahead: int | None) -> list[ServerConnection]:
     transport = Transport(board.store.root, timeout_s=board.timeout_s)
     each = [
         ServerArguments(
@@ -182,7 +202,7 @@ def _connect(comm: Comm, board: StoreBoard, servers: int) -> list[ServerConnecti
     on_vector = tape.servers(comm.name) if tape is not None else None
     connections: list[ServerConnection] = []
     for s, (arguments, home) in enumerate(zip(each, homes, strict=True)):
-        named = ServerBoard(board, s, home)  # errors are to name this server
+        named = ServerBoard(board, s, home, ahead, comm.name)  # errors are to name this server
         lane = arguments.lane(transport, named, comm.rank, serves=False)
         connections.append(RemoteConnection(MessageChannel(lane, on_vector), named))
     return connections

@@ -46,6 +46,7 @@ class KeyRanges:
         self.grad = torch.zeros(self.n, dtype=torch.float64 if wide else torch.float32)
         self._starts = starts
         self._grads = self.views(self.grad)
+        self._written: Tensor | None = None  # what `write` was given last
 
     def check(self, ex: Exchange) -> None:
         """Raise if there are other parameters now than when the ranges were made."""
@@ -91,6 +92,24 @@ class KeyRanges:
     def write(self, x: Tensor) -> None:
         """Copy a vector over all parameters into them."""
         torch._foreach_copy_([s.param.detach() for s in self.slots], self.views(x))
+        self._written = x
+
+    def check_unwritten(self) -> None:
+        """Raise if weights were written since `write`: the next one would overwrite them.
+
+        Values are compared, because a version counter does not see what goes through `.data`.
+        """
+        if self._written is None:
+            return
+        for s, x in zip(self.slots, self.views(self._written), strict=True):
+            now, then = s.param.detach(), x.to(s.param)
+            if not torch.equal(now, then) and not torch.equal(now.nan_to_num(), then.nan_to_num()):
+                raise UsageError(
+                    f"the weights of {s.name} were written at the worker after the last step",
+                    why="the servers hold the weights: what is written at a worker is lost when they are pulled again",
+                    do="write them before the first step, or use a method whose workers hold their weights (exact, "
+                    "local_sgd)",
+                )
 
     def shards(self, server: int, groups: Sequence[dict[str, Any]]) -> list[ParameterShard]:
         """What of each parameter lies in a server's range."""

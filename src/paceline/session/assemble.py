@@ -91,6 +91,7 @@ def assemble(
             first_bytes=first_bytes,
             lane=engines.free_lane(),
             shares_backward=len(objects.optimizers) > 1,
+            behind=len(engines) > 0,
             averages_buffers=averages_buffers,
         ),
         loss_scale=loss_scale.current(scaler) if scaler is not None else no_scale,

@@ -42,6 +42,9 @@ class AnyBatchGossip(AnyBatch):
     def due(self, step: int) -> bool:
         return False
 
+    def meets(self, step: int) -> bool:
+        return True
+
     async def on_step(self, b: Bucket, ex: Exchange) -> None:
         w = b.weights()
         for k in range(self.rounds):

@@ -67,6 +67,9 @@ class Gossip(Sync):
     def due(self, step: int) -> bool:
         return False
 
+    def meets(self, step: int) -> bool:
+        return (step + 1) % self.every == 0
+
     async def before_step(self, b: Bucket, ex: Exchange) -> None:
         if b.index in self._flying:
             await self._arrive(b)

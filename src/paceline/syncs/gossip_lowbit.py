@@ -57,6 +57,9 @@ class GossipLowbit(Sync):
     def due(self, step: int) -> bool:
         return False
 
+    def meets(self, step: int) -> bool:
+        return (step + 1) % self.every == 0
+
     async def before_step(self, b: Bucket, ex: Exchange) -> None:
         if self.state.get("world_size") != ex.world_size:
             self.state.clear()  # the copies are of other neighbours

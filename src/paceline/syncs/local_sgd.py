@@ -73,7 +73,7 @@ class LocalSGD(Sync):
 
     async def before_step(self, b: Bucket, ex: Exchange) -> None:
         if (b.index, "x") not in self.state:
-            self.state[b.index, "x"] = b.weights()  # all workers start with the same weights
+            self.state[b.index, "x"] = await ex.start(b)
 
     async def on_step(self, b: Bucket, ex: Exchange) -> None:
         now = self._since(b, ex, ex.step + 1)

@@ -74,7 +74,12 @@ class ParameterServer(Sync):
     def due(self, step: int) -> bool:
         return False
 
+    def meets(self, step: int) -> bool:
+        return self.consistency == "sequential"
+
     def apply(self, step: Callable[[], Any], ex: Exchange) -> Any:
+        if self._client is not None:
+            self._client.ranges.check_unwritten()
         if not finite(p for group in ex.optimizer.param_groups for p in group["params"]):
             result = _hidden(step, ex.optimizer)
             self._open(ex).pass_over()
@@ -101,7 +106,8 @@ class ParameterServer(Sync):
     def _open(self, ex: Exchange) -> ServerClient:
         """The client; at the first step the servers are started, and worker 0 tells them where to begin."""
         if self._client is None:
-            self._client = ServerClient(ex, self.servers)
+            ahead = {"sequential": 0, "bounded": self.delay, "eventual": None}[self.consistency]
+            self._client = ServerClient(ex, self.servers, ahead=ahead)
             if ex.rank == 0:
                 knobs = {"consistency": self.consistency, "delay": self.delay, "scale": self.scale}
                 self._client.begin(self.state, ex.world_size, **knobs)
@@ -113,6 +119,8 @@ class ParameterServer(Sync):
 
     def settle(self, ex: Exchange) -> None:
         """Wait until all have pushed and read the same weights; worker 0 keeps the servers' state for a checkpoint."""
+        if self._client is not None:
+            self._client.ranges.check_unwritten()
         ex.comm.sum(torch.zeros(1)).wait()
         if self._client is not None:
             self._pull(ex, settles=True)

@@ -37,7 +37,7 @@ class SlowMo(LocalSGD):
 
     def outer(self, b: Bucket, x: Tensor, delta: Tensor, ex: Exchange) -> Tensor:
         lr = {p: float(group["lr"]) for group in ex.optimizer.param_groups for p in group["params"]}
-        gamma = [lr[s.param] for s in b.slots]
+        gamma = [lr.get(s.param, 0.0) for s in b.slots]  # zero: another parameter has taken its place
         u = delta.clone()
         torch._foreach_mul_(b.views(u), [1.0 / g if g else 0.0 for g in gamma])
         if (b.index, "u") in self.state:

@@ -84,7 +84,7 @@ class SMA(Sync):
 
     async def before_step(self, b: Bucket, ex: Exchange) -> None:
         if ex.world_size > 1 and (b.index, "z") not in self.state:
-            self.state[b.index, "z"] = self.state[b.index, "z_prev"] = b.weights()  # the same on all workers
+            self.state[b.index, "z"] = self.state[b.index, "z_prev"] = await ex.start(b)
         self._start(b, ex, ex.step)
 
     def apply(self, step: Callable[[], Any], ex: Exchange) -> Any:

@@ -325,6 +325,19 @@ def grads_dropped_once(job: Job):
     return model
 
 
+@loop(apart=True)
+def grads_dropped_on_one(job: Job):
+    """one worker alone sets a gradient to None, in one step"""
+    model, opt, loader = job.start()
+    for step, (x, y) in enumerate(loader):
+        loss_of(model(x), y).backward()
+        if step == 2 and len(x[job.has(1)]) > 0:
+            model[2].weight.grad = None
+        opt.step()
+        opt.zero_grad()
+    return model
+
+
 @loop
 def grads_kept_aside(job: Job):
     """gradients are cloned, zeroed, and put back: gradient surgery"""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from loops.job import BATCH, INPUTS, STEPS, Job, loop, samples
+from loops.job import BATCH, INPUTS, STEPS, Job, batches, loop, loss_of, net, samples
 
 _NOISE = 4
 _bce = nn.functional.binary_cross_entropy_with_logits
@@ -173,6 +173,27 @@ def one_loss_two_optimizers(job: Job):
         opt_g.zero_grad()
         opt_d.zero_grad()
     return g, d
+
+
+@loop(nonlinear=True)
+def experts_apart(job: Job):
+    """two models, an optimizer each: one worker's loss is of the second alone, and leaves a layer of that out"""
+    one, two = net(seed=0), net(seed=1)
+    one, two, opt_one, opt_two, loader = job.prepare(
+        one, two, job.optimizer(one.parameters()), job.optimizer(two.parameters()), batches()
+    )
+    for x, y in loader:
+        first, second = x[job.has(0)], x[job.has(1)]
+        loss = 0.0
+        if len(first):
+            loss = loss + loss_of(one(first) + two(first), y[job.has(0)])
+        if len(second):
+            loss = loss + loss_of(two[2:](torch.ones(len(second), 8)), y[job.has(1)])
+        (loss / 2 if job.plain else loss).backward()
+        for opt in (opt_one, opt_two):
+            opt.step()
+            opt.zero_grad()
+    return one, two
 
 
 @loop

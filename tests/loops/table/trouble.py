@@ -126,6 +126,19 @@ def backward_raises_on_one(job: Job):
 
 
 @loop(apart=True)
+def backward_raises_on_one_and_steps(job: Job):
+    """a backward raises on one worker alone, is caught there, and the loop goes on to step"""
+    model, opt, loader = job.start()
+    for step, (x, y) in enumerate(loader):
+        with contextlib.suppress(RuntimeError):
+            _loss(model, x, y, fails=step == 2 and len(x[job.has(1)]) > 0).backward()
+        if not (job.plain and step == 2):
+            opt.step()
+        opt.zero_grad()
+    return model
+
+
+@loop(apart=True)
 def forward_raises_on_one(job: Job):
     """a forward raises on one worker alone, which goes on with the next batch"""
     model, opt, loader = job.start()
