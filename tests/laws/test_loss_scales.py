@@ -43,7 +43,7 @@ def train(comm, spec, *, handed, knobs, steps=8):
     ],
     ids=["local_sgd", "gossip", "gossip_lowbit", "any_batch_gossip"],
 )
-def test_scales_are_agreed_on_where_workers_meet(spec, knobs):
+def test_scales_are_agreed_on_where_weights_are(spec, knobs):
     assert threads.run(2, lambda comm: train(comm, spec, handed=True, knobs=knobs)) == [2048.0, 2048.0]
 
 

@@ -86,7 +86,8 @@ def wrap(engine: Engine, scaler: Any) -> None:
         if not engine.will_step:
             return opt.step()
         engine.agree_by_hand()
-        engine.asked, engine.by_hand.trusts, made = False, True, engine.ex.step
+        engine.asked, engine.by_hand.trusts = False, True
+        made = engine.ex.step
         try:
             result = step(opt, *args, **kwargs)
         finally:
