@@ -23,7 +23,7 @@ demo: $(SETUP)  ## the main job: a race on the text task over a 100 Mbit/s link,
 		--set powersgd.rank=2 --json race.json --html report.html -- --eval-every 5
 
 test: $(SETUP) lint  ## lint, then all tests that need no GPU and no patience
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n 3 --dist worksteal
 
 test-slow: $(SETUP)  ## the long ones
 	$(BIN)/python -m pytest -m "slow and not gpu" -n 2 --dist worksteal --timeout 600 -o faulthandler_timeout=1000

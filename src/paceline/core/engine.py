@@ -159,6 +159,7 @@ class Engine:
         self._sends = False
         self._backwards = 0
         self._raised = False  # a backward of this step raised here, and the others know that the step does not count
+        self.gave_up: Bad = {}  # by the last verdict: the workers whose backward raised
         self.sent_before = 0  # payload bytes that telemetry has heard of
         self.on_device = DeviceVerdict(self)
         self.stored: transfer.Luggage | None = None  # what the parts remembered, while this worker is alone
@@ -682,6 +683,7 @@ class Engine:
         """Does the step count? Decided here and nowhere else, alike on all workers that step together."""
         alone = not self.exchanged
         bad = self._bad_alone() if alone else self.vote.bad()
+        self.gave_up = {rank: why for rank, why in bad.items() if why == GAVE_UP}
         if bad:
             self.buffers.give_back()
         if bad and (alone or self.vote.late):  # the others have made their step, or these gradients have left

@@ -94,7 +94,7 @@ def wrap(engine: Engine, scaler: Any) -> None:
             engine.by_hand.trusts = False
         if not engine.asked:
             engine.left_out()
-        elif engine.ex.step == made:  # it does not count, and a worker whose backward raised has not unscaled anything
+        elif engine.ex.step == made and engine.gave_up:  # a worker whose backward raised has not unscaled anything
             scaler._per_optimizer_states.pop(id(optimizer), None)
         return result
 
