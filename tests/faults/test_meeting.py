@@ -82,6 +82,7 @@ def _connects(rank):
     return raised.value.worker
 
 
+@pytest.mark.slow
 def test_a_death_while_others_connect_is_found_at_once():
     outcomes = run(3, _connects, env={"PACELINE_COLLECTIVES": "flat"}, wait_s=TIMEOUT_S / 2)
     assert [o.value for rank, o in enumerate(outcomes) if rank != VICTIM] == [VICTIM, VICTIM], outcomes

@@ -16,7 +16,7 @@ from paceline.comm.store_server import StoreServer
 from paceline.errors import PacelineError, UsageError
 
 _FAREWELL_S = 60.0  # how long a finished worker stays for those still in their last operation
-_AFTERMATH_S = 5.0  # how long worker 0 stays after a failure, if it serves the store
+_AFTERMATH_S = 20.0  # how long worker 0 stays after a failure, if it serves the store: until the others have left
 _CLOSING_S = 0.1  # and after a good end, in which the others only have to hear that all are through
 
 
