@@ -31,16 +31,18 @@ def worker(turns: dict[int, int]) -> None:
     """In each process. Worker 0 prints what the slowest worker took for each turn, in ms."""
     import torch
 
-    from paceline.comm.dist import DistComm
     from paceline.comm.environment import Environment
-    from paceline.comm.rendezvous import join
+    from paceline.session.session import open_session
+    from paceline.session.settings import Settings
 
     torch.set_num_threads(1)
-    world_size = join(Environment.read(), backend="gloo", timeout_s=120.0)
-    assert world_size.board is not None
-    own, flat = world_size.lane("own"), DistComm.create("flat", world_size.board, 120.0)
-    world_size.lanes.append(flat)
-    lanes = {"gloo": flat, world_size.route.way: own}
+    here = open_session(Environment.read(), Settings(backend="gloo", timeout=120.0))
+    group, transport = here.group, here.rendezvous.transport
+    assert group.board is not None
+    assert transport is not None
+    own = group.lane("own")  # the first lane decides the route
+    flat = transport.lane("flat", group.board, group.rank, group.world_size)
+    lanes = {"gloo": flat, here.rendezvous.route.way: own}
     for nbytes, n in turns.items():
         x = torch.zeros(nbytes // 4)
         spent: dict[str, list[float]] = {name: [] for name in lanes}
@@ -53,9 +55,9 @@ def worker(turns: dict[int, int]) -> None:
                 slowest = float(lanes["gloo"].all_gather(mine).wait().max())
                 if turn >= 2:  # the first ones make connections and pages
                     spent[name].append(slowest)
-        if world_size.rank == 0:
+        if group.rank == 0:
             print(json.dumps({"bytes": nbytes, "ms": spent}), flush=True)
-    world_size.leave()
+    here.process.leave()
 
 
 def start(ranks: list[int], turns: dict[int, int], prefixes: list[list[str]], env: dict[str, str]) -> list[Any]:

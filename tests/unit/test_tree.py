@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -116,6 +117,16 @@ def test_docstrings_stand_alone():
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 text = ast.get_docstring(node)
                 assert not text or not text.startswith("..."), f"{path}: {text}"
+
+
+def test_benches_import_what_is_there():
+    """They are run by hand, and rarely: a name that has gone would be noticed months later."""
+    for path in sorted((SRC.parents[1] / "bench").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("paceline"):
+                module = importlib.import_module(node.module)
+                gone = [name.name for name in node.names if f"{node.module}.{name.name}" not in modules]
+                assert [name for name in gone if not hasattr(module, name)] == [], path
 
 
 def test_nothing_unsafe():

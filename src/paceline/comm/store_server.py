@@ -112,6 +112,7 @@ class StoreServer:
         self._known: set[_Connection] = set()
         self._told: set[str] = set()
         self._over = False
+        self._failed = False  # something unforeseen has been told
         self._asleep, self._wake = os.pipe()
         listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -124,7 +125,8 @@ class StoreServer:
         """Stop, and close every connection."""
         if not self._over:
             self._over = True
-            os.write(self._wake, b".")
+            with contextlib.suppress(OSError):
+                os.write(self._wake, b".")
             self._thread.join()
             os.close(self._wake)
 
@@ -139,19 +141,33 @@ class StoreServer:
     def _run(self) -> None:
         try:
             while not self._over:
-                for key, events in self._selector.select(self._pause()):
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    elif isinstance(key.data, _Connection):
-                        self._serve(key.data, events)
-                self._end_waits()
-                self._end_greetings()
+                try:
+                    self._turn()
+                except Exception as error:  # whatever it is, the others' store goes on
+                    self._tell_of_failure(error)
+                    time.sleep(_PAUSE_S)
         finally:
             for connection in (*self._strangers, *self._known):
                 connection.sock.close()
             self._listener.close()
             self._selector.close()
             os.close(self._asleep)
+
+    def _turn(self) -> None:
+        """Do what is to be done now, or wait for it."""
+        for key, events in self._selector.select(self._pause()):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif isinstance(key.data, _Connection) and not key.data.closed:
+                self._serve(key.data, events)
+        self._end_waits()
+        self._end_greetings()
+
+    def _tell_of_failure(self, error: Exception) -> None:
+        if not self._failed:
+            self._failed = True
+            with contextlib.suppress(Exception):
+                self._say(f"the store goes on after {type(error).__name__}: {plain(str(error))[:400]}")
 
     def _pause(self) -> float | None:
         """The seconds until the next deadline."""

@@ -85,14 +85,14 @@ ROWS = [
     Mutant(
         "who says nothing stays",
         "comm/store_server.py",
-        "                self._end_greetings()\n",
+        "        self._end_greetings()\n",
         "",
         "laws/test_store.py::test_who_greets_too_slowly_is_closed",
     ),
     Mutant(
         "a wait has no end",
         "comm/store_server.py",
-        "                self._end_waits()\n",
+        "        self._end_waits()\n",
         "",
         "laws/test_store.py::test_a_wait_ends_at_its_deadline",
     ),

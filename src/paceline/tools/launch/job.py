@@ -311,11 +311,12 @@ class LocalJob:
         except Exception as error:  # a watcher that fails must not look like a job that went well
             self.cause = Cause(None, "the launcher failed", why=f"{type(error).__name__}: {error}")
         finally:
-            self._supervisor.kill()
-            self._ended.set()
-            self._shared.close()
-            self.output.finish()
-            self._done.set()
+            with contextlib.ExitStack() as last:  # whoever waits for the job must not wait for ever
+                last.callback(self._done.set)
+                last.callback(self.output.finish)
+                last.callback(self._shared.close)
+                last.callback(self._ended.set)
+                last.callback(self._supervisor.kill)
 
     def _blame(self, cause: Cause) -> None:
         """Record why the job fails, tell the other workers, and give them the grace. See [Note: the first cause]."""
