@@ -181,9 +181,8 @@ class StoreServer:
                 sock, address = self._listener.accept()
             except BlockingIOError:
                 return
-            except (
-                OSError
-            ):  # the limit of descriptors is reached, say: without a pause this thread would only try again
+            except OSError:
+                # The limit of descriptors is reached, say: without a pause this thread would only try again.
                 self._close(next(iter(self._strangers), None), "it did not say who it is")
                 time.sleep(_PAUSE_S)
                 return
